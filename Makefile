@@ -90,8 +90,8 @@ screenshots: $(VENV)/.test  ## the page's views in light and dark, for the READM
 	@test -d runs || $(BIN)/python -m shardwise demo
 	@$(BIN)/python docs/screenshots.py
 
-site: $(VENV)/.test  ## the studio with answers computed beforehand, which opens without a server: build/studio/index.html
-	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.studio.site build/studio
+site: export SHARDWISE_SITE := studio
+site: docs  ## documentation and lessons with the studio's views as their figures, and the studio itself, without a server: build/site/index.html
 
 snapshots: $(VENV)/.test  ## what the commands print at 80 columns, for the tests: tests/cli/snapshots/
 	@SHARDWISE_SNAPSHOTS=write $(BIN)/python -m pytest -q tests/cli/test_eighty_columns.py
@@ -102,7 +102,8 @@ docs: $(VENV)/.docs  ## the documentation site, with links checked: build/site/
 lessons: $(VENV)/.docs  ## the lessons as notebooks: build/lessons/
 	@mkdir -p build/lessons
 	@for lesson in lessons/*.py; do \
-		$(BIN)/jupytext --quiet --to ipynb --output build/$${lesson%.py}.ipynb $$lesson || exit 1; done
+		sed 's,(\.\./docs/,(../../docs/,' $$lesson | \
+			$(BIN)/jupytext --quiet --from py:percent --to ipynb --output build/$${lesson%.py}.ipynb || exit 1; done
 
 # setuptools puts whatever an earlier build has left in build/lib into the wheel.
 wheel: | $(BIN)/python  ## a wheel, for pip install: dist/

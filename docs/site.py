@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import html
 import os
 import re
+import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,18 @@ from shardwise.cli.commands import COMMANDS
 from shardwise.cli.declare import parser_of
 from shardwise.cli.examples import EXAMPLES, broken
 from shardwise.layout.keys import CHOICES, KEYS
+from shardwise.studio.site import write_site
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from screenshots import FIGURE_WIDTH, FIGURES  # noqa: E402 - of this folder, which is not mkdocs'
+
 COLUMNS = 88
 """Of usages."""
+STUDIO = os.environ.get("SHARDWISE_SITE", "")
+"""Folder of the studio in the site; without it, which is quicker, figures are pictures."""
+_FIGURE = re.compile(r"!\[([^\]]*)\]\((?:\.\./)?screenshots/([\w-]+)-light\.png\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,7 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
         "index.md": home(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
-        "llms.txt": re.sub(r"\]\(docs/(\w+)\.md\)", r"](\1/)", (ROOT / "llms.txt").read_text()),
+        "llms.txt": re.sub(r"\]\(docs/(\w+)\.md\)", r"](\1.html)", (ROOT / "llms.txt").read_text()),
         "reference/cli.md": cli(),
         "reference/layout.md": layout_keys(),
     }
@@ -37,12 +48,38 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """The studio's figures in place of their pictures, of the same size."""
+    return _FIGURE.sub(lambda match: _figure(match, "../" * page.url.count("/")), markdown) if STUDIO else markdown
+
+
+def on_post_build(config: Any) -> None:
+    """The studio itself, with an answer for each figure."""
+    if STUDIO:
+        write_site(Path(config.site_dir) / STUDIO, also=FIGURES.values())
+
+
+def _figure(match: re.Match[str], up: str) -> str:
+    text, name = match.groups()
+    if name not in FIGURES:
+        return match.group()
+    picture = (ROOT / "docs" / "screenshots" / f"{name}-light.png").read_bytes()
+    _, height = struct.unpack(">II", picture[16:24])
+    whole = re.sub(r"_only=[^&]*&?", "", FIGURES[name]).rstrip("?&")
+    size = f"calc({height}px + 0.6 * max(0px, {FIGURE_WIDTH}px - 100vw))"  # text on a phone has more lines
+    figure, view = (html.escape(f"{up}{STUDIO}/index.html#{state}") for state in (FIGURES[name], whole))
+    style = f"border: 0; width: 100%; height: {size}"
+    frame = f'<iframe src="{figure}" title="{html.escape(text)}" loading="lazy" style="{style}"></iframe>'
+    return f'{frame}\n<small><a href="{view}">Change it in the studio</a></small>'
+
+
 def home() -> str:
     """The README as the site's first page: its links start in docs/, and pictures follow the page's palette."""
     text = (ROOT / "README.md").read_text()
     text = re.sub(r"\]\(docs/", "](", text)
     text = re.sub(r"<picture>\n.*?\n  <img alt=\"(.*?)\" src=\"docs/(.*?)-light.png\".*?>\n</picture>", _picture, text)
-    return re.sub(r"<!--.*?-->\n", "", text).replace("](CHANGELOG.md)", "](changelog.md)")
+    text = re.sub(r"<!--.*?-->\n", "", text).replace("](CHANGELOG.md)", "](changelog.md)")
+    return f"{text}\n[Open the studio]({STUDIO}/index.html)\n" if STUDIO else text
 
 
 def _picture(match: re.Match[str]) -> str:
@@ -60,7 +97,10 @@ def lesson(path: Path) -> str:
             pages.append(re.sub(r"^# ?", "", body, flags=re.MULTILINE).strip())
         else:
             pages.append(f"```python\n{body.strip()}\n```")
-    return "\n\n".join(pages) + f"\n\n`python lessons/{path.name}` runs it; `make lessons` makes notebooks.\n"
+    return (
+        "\n\n".join(pages).replace("](../docs/", "](../")
+        + f"\n\n`python lessons/{path.name}` runs it; `make lessons` makes notebooks.\n"
+    )
 
 
 def layout_keys() -> str:

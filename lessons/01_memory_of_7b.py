@@ -2,6 +2,8 @@
 # # 1. The memory of a 7B model, by hand and by `estimate`
 # Mixed precision with AdamW keeps 16 bytes per parameter: weights (2) and gradients (2) in bf16, and in fp32 a master
 # weight (4) and two moments (4 + 4).
+#
+# ![16 bytes for each weight, by ZeRO stage](../docs/screenshots/zero-bytes-light.png)
 
 # %%
 parameters = 7e9

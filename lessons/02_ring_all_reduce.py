@@ -2,6 +2,8 @@
 # # 2. A ring all-reduce, step by step
 # Four ranks add up a vector. It is cut into four chunks; in each of the first three steps a rank sends one chunk to
 # its right neighbor, which adds it to its own (reduce-scatter). In three more steps the sums travel on (all-gather).
+#
+# ![The ring of four ranks after three rounds](../docs/screenshots/ring-of-four-light.png)
 
 # %%
 ranks = 4

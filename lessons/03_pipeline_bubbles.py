@@ -2,6 +2,10 @@
 # # 3. Bubbles of a pipeline, for P = 4 and P = 8
 # With P stages and M micro-batches, GPipe and 1F1B keep every stage idle for P - 1 forward and backward passes. Of
 # the whole step that is (P - 1) / (M + P - 1).
+#
+# ![GPipe and 1F1B on four stages](../docs/screenshots/gpipe-light.png)
+#
+# ![Their bubble against the number of micro-batches](../docs/screenshots/bubble-light.png)
 
 # %%
 def bubble(p: int, m: int) -> float:

@@ -2,6 +2,8 @@
 # # 4. ZeRO stages on four local processes
 # The same small Llama under ZeRO-0 to ZeRO-3, each for a few steps on four processes of this machine. The losses are
 # equal within rounding, the memory is not, and every byte was predicted.
+#
+# ![The fullest device under every stage](../docs/screenshots/zero-stages-light.png)
 
 # %%
 from pathlib import Path

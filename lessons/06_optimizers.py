@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 6. Adam against SGD, in bytes
 # AdamW keeps two moments per parameter, SGD with momentum one, plain SGD none.
+#
+# ![AdamW's state beside weights and gradients](../docs/screenshots/zero-bytes-light.png)
 
 # %%
 from shardwise import Workload, estimate

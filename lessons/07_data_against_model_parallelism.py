@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 7. Data against model parallelism, side by side
 # Llama 3 8B on eight H100, 64 sequences of 4,096 tokens: four ways to split one step.
+#
+# ![Where the time of a step goes, for the best layouts](../docs/screenshots/step-time-light.png)
 
 # %%
 from shardwise import Workload, estimate

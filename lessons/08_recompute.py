@@ -1,6 +1,10 @@
 # %% [markdown]
 # # 8. Recomputation, in bytes and in time
 # The backward pass needs what the forward pass computed. It is saved, or computed again.
+#
+# ![A step that saves everything](../docs/screenshots/step-memory-light.png)
+#
+# ![The same step with recompute=full](../docs/screenshots/recompute-light.png)
 
 # %%
 from shardwise import Workload, estimate

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 9. Tensor parallelism by columns and by rows
 # Two ranks, one pair of linear maps. Cut by columns each rank makes some outputs; cut by rows, a partial sum of all.
+#
+# ![A product cut by column, then by row, with numbers](../docs/screenshots/product-light.png)
 
 # %%
 import torch

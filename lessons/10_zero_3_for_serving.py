@@ -2,6 +2,8 @@
 # # 10. Why ZeRO-3 is not for serving
 # One token of Llama 3 70B on eight H100. Tensor parallelism sends activations of one token; ZeRO-3 gathers all
 # weights.
+#
+# ![One layer on one clock](../docs/screenshots/one-clock-light.png)
 
 # %%
 from shardwise.cli.main import main as shardwise

@@ -17,6 +17,7 @@ def test_every_view_is_drawn_told_accessible_and_narrow(visitor: Visitor, view: 
     page = visitor.open(f"{view}?_tables=compared,rounds,a,devices,ranked,steps&_how=compared,rounds,a,devices,ranked")
     _drawn(page)
     answers_the_pointer(page)
+    explains_by_keyboard(page)
     is_accessible_in_both_themes(page)
     for width in (600, 320):  # 600 pixels is what a 1200-pixel window has at 200% zoom
         has_room(page, width)
@@ -62,7 +63,7 @@ def answers_the_pointer(page: Any) -> None:
             for (let i = 1; i < 40; i++) for (let k = 1; k < 40; k++) {
                 const clientX = box.left + box.width * i / 40, clientY = box.top + box.height * k / 40;
                 canvas.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY }));
-                if (document.querySelector(".tip:not([hidden])")?.textContent.length > 8) {
+                if (document.querySelector(".tip:not([hidden])")?.textContent.match(/.{4}.*[0-9]/s)) {
                     canvas.dispatchEvent(new PointerEvent("pointerleave"));
                     return false;
                 }
@@ -71,6 +72,17 @@ def answers_the_pointer(page: Any) -> None:
         }).map((canvas) => canvas.getAttribute("aria-label"))"""
     )
     assert silent == []
+
+
+def explains_by_keyboard(page: Any) -> None:
+    """Each figure opens its exact values and its formula with the Enter key."""
+    figures = page.locator("[data-figure]:visible")
+    for figure in (figures.nth(i) for i in range(figures.count())):
+        for label, rows in (("Table", ".behind tbody tr"), ("How computed", ".how li")):
+            button = figure.get_by_role("button", name=label, exact=True)
+            if button.get_attribute("aria-expanded") == "false":
+                button.press("Enter")
+            assert figure.locator(rows).first.is_visible(), (figure.get_attribute("data-figure"), label)
 
 
 def is_accessible_in_both_themes(page: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 from studio_visitor import Visitor
 
+from harness.documents import ROOT
 from harness.today import EVERYTHING, seed, some_of
+from screenshots import FIGURES, SHOWN
 from shardwise.errors import UserError
 from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import VIEWS, answer, parts
+from shardwise.studio.page import parse_view
 from shardwise.studio.site import Preset, write_site
 
 
@@ -95,6 +99,27 @@ def test_controls_lead_to_the_servers_answers(reader: Visitor, site: Site, turn:
 
 def _change(reader: Visitor, name: str, value: str) -> None:
     assert reader.page.evaluate(CHANGE, [name, value]), f"{name} is not offered as {value}"
+
+
+@pytest.mark.parametrize("name", some_of(FIGURES, 3, "figures"))
+def test_a_figure_of_the_documentation_opens_alone_without_a_server(reader: Visitor, tmp_path: Path, name: str) -> None:
+    _, given = parse_view(FIGURES[name])
+    write_site(tmp_path, most=1, also=[FIGURES[name]])
+    reader.page.goto(f"{(tmp_path / 'index.html').as_uri()}#{FIGURES[name]}")
+    reader.ready()
+    shown = reader.page.locator("[data-figure]:visible")
+    assert {shown.nth(i).get_attribute("data-figure") for i in range(shown.count())} == set(given["_only"].split(","))
+    for other in (reader.page.locator("header"), reader.page.locator("h1"), reader.page.get_by_role("alert")):
+        assert not other.is_visible()
+
+
+def test_pages_show_the_figures_that_are_made_for_them() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "lessons").glob("*.py")]
+    named = {page: set(re.findall(r"screenshots/([\w-]+)-light\.png", page.read_text())) for page in pages}
+    assert set(FIGURES) <= set().union(*named.values()) <= {*FIGURES, *SHOWN}
+    bare = [page.stem for page, names in named.items() if page.suffix == ".py" and not names]
+    assert bare == ["05_vanishing_updates"]
+    assert all((ROOT / "docs" / "screenshots" / f"{name}-light.png").is_file() for name in FIGURES)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -46,6 +46,17 @@ def view(folder: Path, **words: str) -> Any:
     return data(words, folder)
 
 
+def test_incast_is_measured_and_grows_with_the_workers_alone_over_a_server(tmp_path: Path) -> None:
+    make_runs(tmp_path)
+    columns = view(tmp_path, run="served").tables["incast"].columns
+    assert columns == view(tmp_path).tables["incast"].columns
+    rows = list(zip(*(columns[name] for name in ("over", "workers", "measured step", "predicted")), strict=True))
+    steps = {over: {row[1]: row[2] for row in rows if row[0] == over} for over in ("server", "ring")}
+    assert steps["server"][6] > 5 * steps["server"][1] and steps["ring"][6] < 2 * steps["ring"][2]
+    assert all(abs(predicted / step - 1) < 0.1 for _, _, step, predicted in rows)
+    assert "incast" not in view(tmp_path, run="apart").tables
+
+
 @pytest.mark.parametrize("server", [0, 1])
 def test_figures_of_a_run_are_its_record(tmp_path: Path, server: int) -> None:
     record = make_runs(tmp_path)[server]
@@ -128,7 +139,7 @@ def test_a_simulation_is_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     import shlex
 
     found = view(tmp_path, **words)
-    (command,) = {how.command for name, how in found.how.items() if name != "compared"}
+    (command,) = {how.command for name, how in found.how.items() if name not in ("compared", "incast")}
     assert main([*shlex.split(command)[1:], "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     (server,) = printed["servers"]

@@ -548,3 +548,21 @@ def test_a_sequence_over_context_parallel_ranks(visitor: Any) -> None:
     assert "cp rank 1: tokens 1,024 to 2,047 and 6,144 to 7,167" in page.locator(".tip:visible").inner_text()
     visitor.open("memory?model=llama-3-8b&cluster=8xH100&batch=8")
     assert not page.locator('[data-figure="sequence"]').is_visible()
+
+
+def test_no_word_covers_a_slot_of_a_chunk(visitor: Visitor, runs: Any) -> None:
+    """The filled area is the same for each slot, however many words the chunks have."""
+    masks = answer("collectives", {"ranks": "6"}).more["masks"]
+    areas = []
+    for round_ in (0, 2, 4):
+        page = visitor.open(f"collectives?ranks=6&_round={round_}")
+        filled = page.evaluate(
+            """() => {
+                const canvas = document.querySelector('[data-figure="rounds"] canvas');
+                const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+                const blue = 0xffb27200;  // the forward kind, as little-endian RGBA
+                return new Uint32Array(data.buffer).filter((pixel) => pixel === blue).length;
+            }"""
+        )
+        areas.append(filled / sum(int(mask).bit_count() for mask in masks[round_]))
+    assert max(areas) < 1.03 * min(areas), areas

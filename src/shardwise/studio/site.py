@@ -6,7 +6,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from shardwise.report.files import write_whole
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import View, encode, exact
 from shardwise.studio.data.registry import VIEWS, answer, parts
-from shardwise.studio.page import on_disk
+from shardwise.studio.page import on_disk, parse_view
 
 WORDS, NUMBERS = 12, 5
 """Values of a control that have an answer, at most; those of a longer list are evenly spread."""
@@ -49,9 +49,15 @@ class Preset(NamedTuple):
     """The answer of the view's first part."""
 
 
+def preset_of(view: str, given: Mapping[str, str]) -> Preset:
+    """The preset of an address's words. Raises `UserError` where they are not legal."""
+    words = {name: value for name, value in given.items() if not name.startswith("_")}
+    return Preset(view, words, answer(view, words, _NO_RUNS))
+
+
 def presets(view: str, mixed: Random | None = None) -> Iterator[Preset]:
     """The view's first state, every control varied by itself, and the pairs; of controls in a random order if mixed."""
-    first = Preset(view, {}, answer(view, {}, _NO_RUNS))
+    first = preset_of(view, {})
     axes = [*((name,) for name in first.first.choices), *PAIRS.get(view, ())]
     if mixed:
         mixed.shuffle(axes)
@@ -73,7 +79,7 @@ def _along(preset: Preset, axis: Sequence[str]) -> Iterator[Preset]:
         text = exact(value) if isinstance(value, float) else str(value)
         words = preset.given | {"cluster" if name == "devices" else name: text}
         try:
-            other = Preset(preset.view, words, answer(preset.view, words, _NO_RUNS))
+            other = preset_of(preset.view, words)
         except UserError:
             continue
         yield from _along(other, axis[1:])
@@ -87,11 +93,16 @@ def thinned(values: Sequence[Any]) -> list[Any]:
 
 
 def write_site(
-    folder: Path, views: Iterable[str] = VIEWS, most: int | None = None, mixed: Random | None = None
+    folder: Path,
+    views: Iterable[str] = VIEWS,
+    most: int | None = None,
+    mixed: Random | None = None,
+    also: Iterable[str] = (),
 ) -> dict[str, list[Preset]]:
     """Write index.html and answers/ of `most` states a view, all of them by default. Returns the states by view.
 
-    Raises `UserError` when a file cannot be written.
+    also: further states that have an answer, such as pipelines?ranks=8. Raises `UserError` for one that is not legal,
+    and when a file cannot be written.
     """
     answers = folder / "answers"
     written: dict[str, list[Preset]] = {view: [] for view in views}
@@ -101,8 +112,10 @@ def write_site(
             older.unlink()
     except OSError as error:
         raise UserError(f"cannot write {answers}: {error.strerror}") from None
+    further = [parse_view(text) for text in also]
     for view, states in written.items():
-        for preset in islice(presets(view, mixed), most):
+        more = (preset_of(view, given) for name, given in further if name == view)
+        for preset in chain(islice(presets(view, mixed), most), more):
             rest = {part: answer(part, preset.given, _NO_RUNS) for part in parts(view)[1:]}
             packed = base64.b64encode(zlib.compress(encode({view: preset.first, **rest}), 9)).decode()
             if len(packed) > LARGEST:

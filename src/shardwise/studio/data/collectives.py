@@ -208,19 +208,14 @@ def _how_costs(prices: Pricer, ranked: list[Choice], nbytes: int, state: Mapping
     if network.nodes > 1:
         steps.append(f"between nodes: α = {format_time(network.inter.alpha)}, 1/β = {_rate(network.inter.beta)}")  # noqa: RUF001
     form = CLOSED_FORMS.get((prices.collective, best.name))
+    price, factors = best.price, ""
     if form and form.holds(network.ranks) and network.nodes == 1 and not network.sizes:
         a, b, c = form.factors(network.ranks)
-        steps.append(
-            f"{best.name}, n = {format_bytes(nbytes)}: {a:g} α + {b:.4g} n β + {c:.4g} n γ = "  # noqa: RUF001
-            f"{format_time(best.price.alpha)} + {format_time(best.price.beta)} + {format_time(best.price.gamma)} = "
-            f"{format_time(best.price.seconds)}"
-        )
-    else:
-        price = best.price
-        steps.append(
-            f"{best.name}, n = {format_bytes(nbytes)}: {format_time(price.alpha)} latency + {format_time(price.beta)} "
-            f"bandwidth + {format_time(price.gamma)} adding = {format_time(price.seconds)}"
-        )
+        factors = f"{a:g} α + {b:.4g} n β + {c:.4g} n γ = "  # noqa: RUF001
+    steps.append(
+        f"{best.name}, n = {format_bytes(nbytes)}: {factors}{format_time(price.alpha)} latency + "
+        f"{format_time(price.beta)} bandwidth + {format_time(price.gamma)} adding = {format_time(price.seconds)}"
+    )
     bound = best.bounds
     steps.append(
         f"lower bound, each term for itself: {format_time(bound.alpha)} latency, {format_time(bound.beta)} bandwidth, "

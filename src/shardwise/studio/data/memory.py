@@ -154,34 +154,31 @@ def _layout(query: Query, model: ModelConfig, devices: int) -> Layout:
     return Layout(**rest, sp=query.flag("sp"))
 
 
+_CLASS_UNITS = {kind.label: "bytes" for kind in BYTE_CLASSES.values()}
+_PLACES = {"host": "host memory", "disk": "disk"}
+
+
 def _devices(report: StepReport, cluster: Cluster) -> Table:
-    roles, capacity = report.roles, capacity_of(cluster)
-    columns: dict[str, list[Any]] = {
-        "devices": [format_ranks(role.ranks) for role in roles],
-        "role": [role.role for role in roles],
-    }
-    for name, kind in BYTE_CLASSES.items():
-        columns[kind.label] = [getattr(role.bytes, name) for role in roles]
-    columns["not there at the peak"] = [role.bytes.absent for role in roles]
-    columns["peak"] = [role.peak_bytes for role in roles]
-    columns["fits"] = [None if capacity is None else role.peak_bytes <= capacity for role in roles]
-    units = dict.fromkeys(list(columns)[2:-1], "bytes")
-    return Table("Bytes on each device, the most of each class at one time, and the peak", columns, units)
+    capacity = capacity_of(cluster)
+    units = {"devices": "", "role": "", **_CLASS_UNITS, "not there at the peak": "bytes", "peak": "bytes", "fits": ""}
+    rows = []
+    for role in report.roles:
+        fits = None if capacity is None else role.peak_bytes <= capacity
+        held = (getattr(role.bytes, name) for name in BYTE_CLASSES)
+        rows.append((format_ranks(role.ranks), role.role, *held, role.bytes.absent, role.peak_bytes, fits))
+    return Table.of_rows("Bytes on each device, the most of each class at one time, and the peak", units, rows)
 
 
 def _homes(report: StepReport) -> Table | None:
     """Bytes off the devices, a row for each home of each role that has any; None where nothing is."""
     held = [(role, home, getattr(role, home)) for role in report.roles for home in HOMES]
-    held = [(role, home, of) for role, home, of in held if of.total]
-    columns: dict[str, list[Any]] = {
-        "devices": [format_ranks(role.ranks) for role, _, _ in held],
-        "home": [{"host": "host memory", "disk": "disk"}[home] for _, home, _ in held],
-    }
-    for name, kind in BYTE_CLASSES.items():
-        columns[kind.label] = [getattr(of, name) for _, _, of in held]
-    columns["together"] = [of.total for _, _, of in held]
-    units = dict.fromkeys(list(columns)[2:], "bytes")
-    return Table("Bytes that each rank keeps off its device, by home", columns, units) if held else None
+    rows = [
+        (format_ranks(role.ranks), _PLACES[home], *(getattr(of, name) for name in BYTE_CLASSES), of.total)
+        for role, home, of in held
+        if of.total
+    ]
+    units = {"devices": "", "home": "", **_CLASS_UNITS, "together": "bytes"}
+    return Table.of_rows("Bytes that each rank keeps off its device, by home", units, rows) if rows else None
 
 
 def _fits(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> Table:

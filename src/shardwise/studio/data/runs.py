@@ -118,7 +118,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     if not name:
         none = {"folder": str(runs), "status": "", "cursor": 0}
         return View(query.state, _choices([], name, {}), _event_tables([]), {}, none)
-    here = _run(runs, names, name)
+    here = run_of(runs, names, name)
     events, cursor = _events(here, 0)
     run = here.run
     tables = _event_tables(events)
@@ -138,7 +138,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
         base, judged = Base.planned(reports.get("predicted")), verdict_of(here, shown)
         assert judged is not None
         if against != PLAN:
-            other = verdict_of(_run(runs, names, against))
+            other = verdict_of(run_of(runs, names, against))
             base = Base.recorded(against, other.parts) if other else None
         of_step = step_figures(judged, shown.on_one_clock)
         tables |= of_step.tables | {"waterfall": waterfall(base, judged.parts)}
@@ -196,7 +196,7 @@ def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:
     names = listed(runs)
     if not name:
         return {"runs": names}
-    here = _run(runs, names, name)
+    here = run_of(runs, names, name)
     result, cursor = _events(here, after)
     columns = {name: table.columns for name, table in _event_tables(result).items()}
     return {"runs": names, "cursor": cursor, **columns, "loads": loads(result), **_about(here, here.run)}
@@ -211,7 +211,8 @@ def _usual(runs: Path, names: list[str]) -> str:
     return next(iter(names), "")
 
 
-def _run(runs: Path, names: list[str], name: str) -> RunDirectory:
+def run_of(runs: Path, names: list[str], name: str) -> RunDirectory:
+    """A run of the folder. Raises `UserError` for one that it does not list."""
     # Only names that the folder lists: no path leads out of it.
     if name not in names:
         raise UserError(f"{runs} holds no run {name!r}; there are {', '.join(names) or 'none'}")

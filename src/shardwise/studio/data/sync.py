@@ -1,5 +1,6 @@
 """Workers and servers: who read which weights and who waited for whom, in a run or in virtual time."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise import validation
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.keys import CHOICES
@@ -14,18 +16,19 @@ from shardwise.layout.recorded_run import RecordedRun, recorded_run
 from shardwise.layout.sync import names_of
 from shardwise.layout.virtual_run import virtual_run
 from shardwise.report.run_directory import RunDirectory
-from shardwise.report.units import format_share, format_time
+from shardwise.report.units import format_count, format_share, format_time
 from shardwise.schedule.outer_rounds import OuterRound, record_of_rounds
 from shardwise.schedule.stragglers import SlowRank, Stragglers
 from shardwise.schedule.traffic import WorkerTraffic
 from shardwise.schedule.update_record import STRAGGLER, UpdateRecord
 from shardwise.studio.columns import Columns, How, Table, View, command_line, exact
-from shardwise.studio.data.runs import listed
+from shardwise.studio.data.runs import listed, run_of
 from shardwise.studio.query import Query
 
 KINDS = ("fresh", "stale", "dropped", "idle", "update")
 """Kinds of events, by number."""
 _FRESH, _STALE, _DROPPED, _IDLE, _UPDATE = range(5)
+INCAST = Path(validation.__file__).with_name("incast.json")
 MOST_WAITS = 12
 """Pairs of workers that are drawn: the ones with the longest waits."""
 
@@ -108,6 +111,37 @@ def rounds_table(rounds: Sequence[OuterRound]) -> Table:
     return Table.of("Rounds of rank 0's replica", rounds, columns)
 
 
+def incast_table() -> Table:
+    """A row per number of workers that push to one server, or reduce over a ring of the same hosts: measured step, and
+    its prediction from that day (benchmarks/incast.py)."""
+    columns: Columns = {
+        "workers": ("", lambda row: row["workers"]),
+        "over": ("", lambda row: row["how"]),
+        "measured step": ("seconds", lambda row: row["step_s"]),
+        "fastest": ("seconds", lambda row: min(row["seconds"])),
+        "slowest": ("seconds", lambda row: max(row["seconds"])),
+        "predicted": ("seconds", lambda row: row["predicted_s"]),
+    }
+    return Table.of("Steps by the number of workers", _incast()["results"], columns)
+
+
+def incast_how() -> How:
+    """How the steps were measured, and why one port takes longer."""
+    run = _incast()
+    steps = [
+        f"{run['command']}, {run['date'][:10]}: hosts of shardwise lab, one for each worker and one for the server, "
+        f"with links of {run['mbit']:g} Mb/s; {format_count(run['parameters'])} parameters in bf16; medians.",
+        "The server's port receives the gradients of all workers and sends the weights to each of them, so a step "
+        "grows with their number. On a ring each port carries 2 (N - 1) / N times the gradients.",
+    ]
+    return How(steps, source="docs/servers.md#time")
+
+
+def _incast() -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(INCAST.read_text())
+    return run
+
+
 def traffic_table(traffic: Sequence[WorkerTraffic]) -> Table:
     """Messages of the whole run by worker, server and direction."""
     units = {"worker": "", "server": "", "operation": "", "messages": "", "bytes": "bytes"}
@@ -172,14 +206,14 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     choices: dict[str, list[Any]] = {"run": [NONE, *names], "sync": list(CHOICES["sync"])}
     choices |= {"slow": [NONE, ALL, *range(layout.dp)], "server": [0]}
     if run != NONE:
-        return _view_of_run(query, choices, runs, names, run, server)
+        return _view_of_run(query, choices, run_of(runs, names, run), server)
     records = {each: virtual_run(each, steps, seconds, stragglers) for each in _ways(layout, query.state)}
     words = ["--steps", steps, "--gradient", f"{exact(1e3 * seconds)}ms"]
     words += ["--slow", stragglers] if stragglers.slow else []
     commands = {each: command_line("sync", "simulate", each, *words, "--seed", stragglers.seed) for each in records}
     head = [f"Simulated: {layout}, slow: {stragglers}, {steps} steps of {format_time(seconds)} a gradient."]
     tables, more = _figures(layout, records[layout])
-    how = {name: How([*head, *_LINES.get(name, ())], commands[layout], _SOURCE) for name in tables}
+    how = _explained(tables, head, commands[layout], _SOURCE)
     tables["compared"] = compared_table({str(each): record for each, record in records.items()})
     how["compared"] = How([*head, *_LINES["compared"]], " && ".join(commands.values()), _SOURCE)
     return View(query.state, choices, tables, how, {**more, "layout": str(layout), "status": "", "servers": 1})
@@ -248,6 +282,8 @@ def _figures(layout: Layout, record: UpdateRecord) -> tuple[dict[str, Table], di
     waits = waits_table(record, worker)
     if waits.columns["time"]:
         tables["waits"] = waits
+    if not layout.local_sgd:
+        tables["incast"] = incast_table()
     stale = bool(set(record.staleness) - {0})
     if stale:
         tables["staleness"] = staleness_table(record)
@@ -276,13 +312,7 @@ def _sentence(layout: Layout, record: UpdateRecord, stale: bool) -> str:
     return f"{LOCKSTEP} {text}"
 
 
-def _view_of_run(
-    query: Query, choices: dict[str, list[Any]], runs: Path, names: list[str], name: str, server: int
-) -> View:
-    # Only names that the folder lists: no path leads out of it.
-    if name not in names:
-        raise UserError(f"{runs} holds no run {name!r}; there are {', '.join(names) or 'none'}")
-    here = RunDirectory.open(runs / name)
+def _view_of_run(query: Query, choices: dict[str, list[Any]], here: RunDirectory, server: int) -> View:
     recorded = recorded_run(here)
     command = command_line("sync", "show", here.path)
     records = recorded.records or ((record_of_rounds(recorded.rounds),) if recorded.rounds else ())
@@ -300,8 +330,14 @@ def _view_of_run(
         del tables["workers"], drawn["bars"], drawn["summary"]["waiting_share"]
         drawn["sentence"] = "Rounds of rank 0's replica; each ends with an outer step of all replicas."
     head = [f"Measured by server {server} in seconds since this start of the run." if recorded.records else "Measured."]
-    how = {name: How([*head, *_LINES.get(name, ())], command) for name in tables}
+    how = _explained(tables, head, command)
     return View(query.state, choices, tables, how, more | drawn)
+
+
+def _explained(tables: Mapping[str, Table], head: list[str], command: str, source: str = "") -> dict[str, How]:
+    """How each table came about. Incast is a measurement of its own, whatever is shown beside it."""
+    how = {name: How([*head, *_LINES.get(name, ())], command, source) for name in tables}
+    return how | {name: incast_how() for name in how if name == "incast"}
 
 
 def _run_tables(recorded: RecordedRun) -> dict[str, Table]:

@@ -146,6 +146,7 @@ function makePage(view, given) {
         main.classList.remove("broken", "stale");
         mounted ??= mount(MODULES[view], title, self);
         mounted.show(answer, part);
+        alone(given._only);
       }
       self.pending = false;
       ready();
@@ -208,6 +209,15 @@ function mount(module, title, given) {
   const mounted = module.mount(main, given);
   if (inside && !inside.presets) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
   return mounted;
+}
+
+/** With `_only=a,b` in the address the page is these figures, or the chapter of a number: what other pages embed. */
+function alone(names) {
+  if (!names) return;
+  for (const name of names.split(",").map((each) => CSS.escape(each))) {
+    main.querySelectorAll(`[data-figure=${name}], [data-chapter="${name}"]`).forEach((each) => each.classList.add("shown"));
+  }
+  document.body.classList.toggle("only", Boolean(main.querySelector(".shown")));
 }
 
 /** An answer is being computed: after two seconds the page says for how long, and offers to stop. */

@@ -62,7 +62,7 @@ export function chapterScroll(page, chapters) {
   function scrolled() {
     cancelAnimationFrame(frame);
     frame = requestAnimationFrame(() => {
-      if (!settled || !nav.isConnected) return;
+      if (!settled || !nav.offsetParent) return;
       const line = innerHeight / 3, end = scrollY > 0 && innerHeight + scrollY >= document.documentElement.scrollHeight - 2;
       const passed = parts.filter(({ node }) => node.getBoundingClientRect().top <= line).length - 1;
       const at = end ? chapters.length - 1 : Math.max(0, passed);

@@ -13,7 +13,7 @@ export const lead = "How ranks exchange data together: who sends which chunk to 
 /** What a change makes senseless. */
 export const forgets = (changes) => ("bytes" in changes || "cluster" in changes ? [] : ["_round"]);
 
-const GAP = 3, LABEL = 58, HEAD = 42;
+const GAP = 3, LABEL = 58, HEAD = 42, LINE = 16;
 
 export function mount(root, page) {
   const options = ["root", "segments", "node"].map((name) => slider(page, name, WORDS[name]));
@@ -147,34 +147,23 @@ function heading(context, theme, data, x, wide) {
   });
 }
 
-/** One chunk of one rank: a slot for each rank whose data may be in it, and the set in words where there is room. */
+/** One chunk of one rank: a slot for each rank whose data may be in it, and below them the set in words where there is room. */
 function cell(context, theme, box, mask, piece, ranks, done, data) {
   context.fillStyle = theme.raised;
   context.fillRect(box.x, box.y, box.w, box.h);
-  if (mask) {
-    const slot = box.w / ranks;
-    context.fillStyle = colourOf("forward");
-    for (let r = 0; r < ranks; r++) if (mask >> r & 1) context.fillRect(box.x + r * slot, box.y, slot - (slot > 3 ? 1 : 0), box.h);
-  }
+  const moves = data.state.collective === "all-to-all", words = `${done ? "✓ " : ""}${spans(mask)}${moves ? `:${piece}` : ""}`;
+  const slot = box.w / ranks, told = mask && box.h >= 2 * LINE && context.measureText(words).width < box.w - 4;
+  context.fillStyle = colourOf("forward");
+  for (let r = 0; r < ranks; r++) if (mask >> r & 1) context.fillRect(box.x + r * slot, box.y, slot - (slot > 3 ? 1 : 0), box.h - (told ? LINE : 0));
   context.lineWidth = done ? 2.5 : 1;
   context.strokeStyle = done ? theme.good : theme.line;
   const inset = done ? 1 : 0.5;
   context.strokeRect(box.x + inset, box.y + inset, box.w - 2 * inset, box.h - 2 * inset);
   context.lineWidth = 1;
-  if (!mask) return;
-  const moves = data.state.collective === "all-to-all", words = moves ? `${spans(mask)}:${piece}` : spans(mask);
-  const text = done ? `✓ ${words}` : words;
-  const measured = context.measureText(text).width + 10;
-  if (measured > box.w || box.h < 15) return;
-  context.fillStyle = theme.surface;
-  context.globalAlpha = 0.9;
-  context.beginPath();
-  context.roundRect(box.x + (box.w - measured) / 2, box.y + box.h / 2 - 9, measured, 18, 4);
-  context.fill();
-  context.globalAlpha = 1;
+  if (!told) return;
   context.fillStyle = theme.ink;
   context.textAlign = "center";
-  context.fillText(text, box.x + box.w / 2, box.y + box.h / 2 + 0.5);
+  context.fillText(words, box.x + box.w / 2, box.y + box.h - LINE / 2);
 }
 
 /** The chunks of a round on their way: small tiles that travel, with a letter A for those that will be added. */

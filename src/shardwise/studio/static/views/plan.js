@@ -11,7 +11,7 @@ import { opensIn } from "studio/lib/opens";
 import { colours, numbered } from "studio/lib/theme";
 import { fact } from "studio/views/collectives";
 
-export const lead = "Every legal way to split a model over a cluster is held against memory and priced. This is the best one, and why not another.";
+export const lead = "Every legal way to split a model over a cluster is compared with its memory and priced. This is the best one, and why not another.";
 
 export const forgets = forgetsSizes;
 

@@ -5,9 +5,9 @@ import { number, panel, select, slider } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
-import { plain, seconds, share } from "studio/lib/format";
+import { plain, seconds, share, shown } from "studio/lib/format";
 import { swatches } from "studio/lib/legend";
-import { lines } from "studio/lib/lines";
+import { legend, lines } from "studio/lib/lines";
 import { fact } from "studio/views/collectives";
 import { lanes } from "studio/views/sync_lanes";
 
@@ -30,12 +30,14 @@ export function mount(root, page) {
     waits: barFigure(page, "waits", "Who waits for whom", "seconds", () => waitRows(data)),
     staleness: barFigure(page, "staleness", "Staleness", "count", () => staleRows(data), "Updates between the weights that a gradient read and its own update."),
     compared: barFigure(page, "compared", "Ways to agree", "seconds", () => comparedRows(data), "As many workers with the same slow steps, until as many steps of text are done: the time, and the share of it in which workers wait."),
-    rounds: roundFigure(page, () => data),
+    rounds: curves(page, "rounds", "Loss after each outer step", { xName: "step", yName: "loss", tight: true }, () => roundLines(data)),
+    incast: curves(page, "incast", "Incast: one server's port against a ring", { xName: "workers", yName: "time of a step", xUnit: "count", yUnit: "seconds" }, () => incastLines(data),
+      "Measured, whatever is chosen above: the port of a server carries the gradients of all workers, so a step takes longer with each of them."),
     traffic: figure(page, { name: "traffic", title: "Messages of the run", lead: "The ledger of a step, once for each gradient of the run's record." }),
   };
   const pair = h("div", { class: "columns" }, made.workers.node, made.staleness.node);
   const empty = h("p", { class: "sentence" });
-  root.append(h("div", { class: "panels" }, panels), empty, main.node, pair, made.waits.node, made.compared.node, made.rounds.node, made.traffic.node);
+  root.append(h("div", { class: "panels" }, panels), empty, main.node, pair, made.waits.node, made.compared.node, made.rounds.node, made.incast.node, made.traffic.node);
   page.cleanup(() => clearTimeout(timer));
 
   function show(answer) {
@@ -128,17 +130,28 @@ function comparedRows(data) {
   });
 }
 
-/** The loss over outer steps. */
-function roundFigure(page, answer) {
-  const curve = () => {
-    const columns = answer()?.tables.rounds?.columns;
-    return columns ? [{ name: "loss of all replicas", n: 0, strong: true, dots: true, points: columns["last step"].map((step, i) => [step, columns["loss of all replicas"][i]]) }] : [];
-  };
-  const made = figure(page, { name: "rounds", title: "Loss after each outer step", height: 240,
-    draw: (context, width, height) => lines(context, width, height, curve(), { xName: "step", yName: "loss", tight: true }) });
+/** Lines over whole numbers; `series()` of the answer that is shown. */
+function curves(page, name, title, axes, series, lead = "") {
+  const keys = h("ul", { class: "legend" });
+  const made = figure(page, { name, title, lead, height: 260, extras: [keys], draw: (context, width, height) => lines(context, width, height, series(), axes) });
   const show = (data) => {
     made.show(data);
-    made.describe(`Line: loss of all replicas after ${data.tables.rounds.columns.round.length} rounds.`);
+    keys.replaceChildren(...(series().length > 1 ? legend(series()) : []));
+    made.describe(series().map((line) => `${line.name} over ${axes.xName}s 1 to ${line.points.at(-1)[0]}: ${shown(line.points.at(-1)[1], axes.yUnit)} at the end`).join("; "));
   };
   return { ...made, show };
+}
+
+/** The loss over outer steps. */
+function roundLines(data) {
+  const columns = data?.tables.rounds?.columns;
+  return columns ? [{ name: "loss of all replicas", n: 0, strong: true, dots: true, points: columns["last step"].map((step, i) => [step, columns["loss of all replicas"][i]]) }] : [];
+}
+
+/** A measured and a predicted line of each. */
+function incastLines(data) {
+  const columns = data?.tables.incast?.columns;
+  if (!columns) return [];
+  return ["server", "ring"].flatMap((over, n) => ["measured step", "predicted"].map((what, i) => ({ name: `${over}, ${what.split(" ")[0]}`, n: 2 * n + i, strong: !i, dots: !i,
+    points: columns.workers.map((workers, row) => [workers, columns[what][row]]).filter((_, row) => columns.over[row] === over) })));
 }

@@ -44,7 +44,7 @@ export function drawHolds(context, width, data, pointed) {
     for (const matrix of place.matrices) {
       context.fillStyle = theme.muted;
       context.textAlign = "left";
-      context.fillText(short(matrix.name), matrix.x, matrix.y - 12, matrix.w + GAP - 3);
+      context.fillText(short(matrix.name), matrix.x, matrix.y - 12, Math.min(matrix.w + GAP - 3, width - matrix.x));
       context.fillStyle = theme.raised;
       context.fillRect(matrix.x, matrix.y, matrix.w, matrix.h);
       for (const piece of side.pieces) if (piece.name === matrix.name) drawPiece(context, theme, piece, matrix, "ab"[i], pointed === null || pointed === piece.rank);

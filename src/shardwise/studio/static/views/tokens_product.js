@@ -56,7 +56,7 @@ function draw(context, width, data, at) {
   });
   context.fillStyle = theme.muted;
   context.textAlign = "left";
-  context.fillText("y, their sum, on both", p.y.x, p.y.y - 9);
+  context.fillText("y, their sum, on both", p.y.x, p.y.y - 9, width - p.y.x);
   matrix(context, theme, p, p.y, [data.y], () => null, 0, done(3));
   context.font = font;
   return (px, py) => under(data, p, px, py, owner);
