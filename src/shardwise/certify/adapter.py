@@ -56,6 +56,10 @@ def logits(engine: Any, ids: Tensor) -> Tensor:
     return engine(ids)
 
 
+def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
 def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
     """As `Adapter.backward`, with engines that average gradients over data ranks."""
     loss = F.cross_entropy(run.logits(run.engine, ids).flatten(0, 1), labels.flatten(), reduction="sum") / tokens
@@ -144,6 +148,8 @@ class Adapter:
     """Whether weight decay applies to a parameter."""
     logits: Callable[[Any, Tensor], Tensor] = logits
     """(model or engine, ids) -> logits [batch, seq, vocab]."""
+    loss: Callable[[Tensor, Tensor], Tensor] = loss
+    """(logits, labels) -> the plain model's loss, summed over labels."""
     backward: Callable[[EngineRun, Tensor, Tensor, int], float | None] = backward
     """(run, ids and labels of this rank's rows, labels that count on all ranks): compute the gradients of the sum over
     all ranks' rows divided by the labels that count. Returns the loss; None where a rank has none."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.certify.adapter import OPTIMIZER, Adapter
@@ -143,8 +142,7 @@ class Reference:
 
     def backward(self, module: nn.Module, step: int, rows: slice, tokens: int) -> float:
         ids, labels = (item[rows] for item in self.batches[step])
-        logits = self.adapter.logits(module, ids).flatten(0, 1)
-        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
+        loss = self.adapter.loss(self.adapter.logits(module, ids), labels) / tokens
         loss.backward()
         return loss.item()
 

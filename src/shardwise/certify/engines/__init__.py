@@ -4,7 +4,10 @@ from pathlib import Path
 
 from shardwise.errors import UserError, did_you_mean
 
-ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "shardwise")
+ENGINES = (
+    "ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "deepspeed", "accelerate", "torchtitan", "megatron",
+    "shardwise",
+)  # fmt: skip
 
 
 def check_engine(text: str) -> None:

@@ -1,0 +1,30 @@
+"""Megatron-LM issues 737 and 7452, finding 1: label smoothing by the vocabulary's part of a rank."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from shardwise.certify.engines.megatron import *  # noqa: F403
+from shardwise.certify.engines.megatron import finalize_model_grads, on_cpu, use_groups
+from shardwise.certify.tiny import SEQ
+
+variants = ("plain",)
+SMOOTHING = 0.1
+
+
+def loss(logits, labels):
+    """1 - SMOOTHING for the label, the rest for all others alike."""
+    logs, share = F.log_softmax(logits.flatten(0, 1), -1), SMOOTHING / (logits.shape[-1] - 1)
+    right = logs.gather(1, labels.flatten()[:, None])[:, 0]
+    return -((1 - SMOOTHING - share) * right + share * logs.sum(1)).sum()
+
+
+def backward(run, ids, labels, tokens):
+    split = run.engine
+    use_groups(split.tp)
+    with on_cpu():
+        logits = split.ddp(ids, torch.arange(SEQ).expand_as(ids), None).transpose(0, 1).contiguous()
+        value = vocab_parallel_cross_entropy(logits, labels.T.contiguous(), SMOOTHING).sum()
+        value.backward()
+        finalize_model_grads([split.ddp], num_tokens=torch.tensor(labels.numel()))
+    return value.item() / tokens
