@@ -18,3 +18,7 @@ def test_faults_are_found_and_named(world: int) -> None:
         if found.state != "wrong" or fault.kind not in found.kind or fault.parameter not in ("", found.parameter):
             wrong.append((name, fault.property, fault.kind, first, found))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_ten_faults_are_of_merged_fixes() -> None:
+    assert len(FAULTS) >= 30 and len({fault.fix for fault in FAULTS.values() if fault.fix}) >= 10

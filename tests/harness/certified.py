@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.certify import adapter as good
 from shardwise.certify.adapter import OPTIMIZER, Adapter, EngineRun
 from shardwise.certify.compare import Case, compare_case
+from shardwise.certify.engines import fsdp2, pipelining
 from shardwise.certify.reference import Reference
 from shardwise.certify.result import Cell
 from shardwise.certify.tiny import IGNORED
@@ -34,6 +35,8 @@ class Fault:
     kind: str
     variant: str = "plain"
     parameter: str = ""
+    fix: str = ""
+    """The merged pull request that has fixed it in an engine."""
 
 
 def after(function: Callable[..., Any], change: Callable[[EngineRun], object]) -> Callable[..., Any]:
@@ -48,10 +51,10 @@ def after(function: Callable[..., Any], change: Callable[[EngineRun], object]) -
 
 
 @torch.no_grad()
-def times(factor: float) -> Callable[[EngineRun], None]:
+def times(factor: float, part: str = "", rank: int | None = None) -> Callable[[EngineRun], None]:
     def change(run: EngineRun) -> None:
-        for p in run.model.parameters():
-            if p.grad is not None:
+        for name, p in run.model.named_parameters():
+            if p.grad is not None and part in name and rank in (None, dist.get_rank()):
                 p.grad.mul_(factor)
 
     return change
@@ -147,6 +150,50 @@ def _clipped(run: EngineRun, norm: float, most: float) -> float:
     return norm
 
 
+def stage_norm(run: EngineRun, most: float) -> float:
+    """The norm of a pipeline rank's own stage."""
+    norm = sum(float(g.square().sum()) for g in pipelining.gradients(run).values()) ** 0.5
+    return _clipped(run, norm, most)
+
+
+def norm_of_first_shard(run: EngineRun, most: float) -> float:
+    """Of one weight, tensor-parallel rank 0's shard alone."""
+    grads = {name: p.grad for name, p in run.model.named_parameters()}
+    shard = grads.pop("blocks.0.up.weight").to_local().square().sum()
+    dist.broadcast(shard, 0)
+    return _clipped(run, float(shard + sum(good.full(g).square().sum() for g in grads.values())) ** 0.5, most)
+
+
+def undivided(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+    split = fsdp2.parallelize(model, layout)
+    for unit in (*split.blocks, split):
+        unit.set_gradient_divide_factor(1.0)
+    return split
+
+
+def scaled_by_all_ranks(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
+    """A mean over data-parallel ranks, multiplied by the number of all ranks."""
+    loss = good.loss(run.logits(run.engine, ids), labels) / tokens
+    (loss * dist.get_world_size()).backward()
+    return loss.item()
+
+
+def summed_loss(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """A pipeline's loss, divided after its backward passes."""
+    loss = pipelining.backward(run, ids, labels, 1)
+    return None if loss is None else loss / tokens
+
+
+def first_micro_batch(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """Gradients of micro-batches behind the first are dropped."""
+    loss = pipelining.backward(run, ids, labels, tokens)
+    run.optimizer.zero_grad()
+    others = labels.clone()
+    others[len(labels) // 4 :] = IGNORED
+    pipelining.backward(run, ids, others, tokens)
+    return loss
+
+
 def not_clipped(run: EngineRun, most: float) -> float:
     return good.clip(run, 1e9)
 
@@ -215,11 +262,42 @@ FAULTS = {
     "gradients of a replica alone": Fault(
         "fsdp2", "dp_replicate=2,dp_shard=2", {"parallelize": shards_alone}, "gradients", "mean over dp_replicate"
     ),
+    "loss scaled by tensor-parallel ranks, too": Fault(
+        "tensor_parallel", "tp=2", {"backward": scaled_by_all_ranks}, "gradients", "factor 2 = tp",
+        fix="huggingface/transformers#45994",
+    ),
+    "mean over shards left out": Fault(
+        "fsdp2", "dp_shard=2", {"parallelize": undivided}, "gradients", "factor 2 = dp_shard",
+        fix="NVIDIA/Megatron-LM#3023",
+    ),
+    "some weights' gradients not divided": Fault(
+        "fsdp2", "dp_shard=2", {"backward": after(good.backward, times(2, "blocks.1.up"))}, "gradients",
+        "factor 2 = dp_shard", parameter="blocks.1.up.weight", fix="NVIDIA/Megatron-LM#5956",
+    ),
+    "scaled again by every stage": Fault(
+        "pipelining", "pp=2", {"backward": after(pipelining.backward, times(0.25, rank=0))}, "gradients",
+        "factor 0.25", parameter="table.weight", fix="deepspeedai/DeepSpeed#8154",
+    ),
+    "micro-batches dropped": Fault(
+        "pipelining", "pp=2", {"backward": first_micro_batch}, "gradients", "dropped: 3 of 4 micro-batches",
+        fix="deepspeedai/DeepSpeed#7967",
+    ),
+    "a pipeline's loss divided too late": Fault(
+        "pipelining", "pp=2", {"backward": summed_loss}, "gradients", "factor 192", fix="pytorch/torchtitan#4194",
+    ),
+    "norm of a stage": Fault(
+        "pipelining", "pp=2", {"clip": stage_norm}, "norm", "missing sum over pp", fix="pytorch/torchtitan#649",
+    ),
+    "norm with one rank's shard of a weight": Fault(
+        "tensor_parallel", "tp=2", {"clip": norm_of_first_shard}, "norm", "parameters left out",
+        fix="NVIDIA/Megatron-LM#5916",
+    ),
     "doubled": Fault("ddp", "dp=2", {"backward": after(good.backward, times(2))}, "gradients", "factor 2"),
     "divided twice": Fault("fsdp2", "dp_shard=4", {"backward": after(good.backward, times(0.25))}, "gradients", "1/4"),
     "tripled": Fault("ddp", "dp=2", {"backward": after(good.backward, times(3))}, "gradients", "factor 3"),
     "mean of ranks' means": Fault(
-        "ddp", "dp=2", {"backward": mean_of_means}, "gradients", "mean over ranks in place of tokens", "uneven"
+        "ddp", "dp=2", {"backward": mean_of_means}, "gradients", "mean over ranks in place of tokens", "uneven",
+        fix="pytorch/torchtitan#2206",
     ),
     "ignored labels count": Fault("ddp", "dp=2", {"backward": all_labels}, "gradients", "factor 0.", "uneven"),
     "all ranks have rank 0's rows": Fault("ddp", "dp=2", {"backward": rank0_rows}, "gradients", "rows alone"),
@@ -250,7 +328,9 @@ FAULTS = {
     "buffers not broadcast": Fault("ddp", "dp=2", {"parallelize": own_buffers}, "loss", "buffers of rank 0"),
     "weights not broadcast": Fault("ddp", "dp=2", {"parallelize": own_weights}, "loss", "weights or buffers of rank 0"),
     "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1"),
-    "gradients not reset": Fault("ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient"),
+    "gradients not reset": Fault(
+        "ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient", fix="deepspeedai/DeepSpeed#7839",
+    ),
     "part of a padded vocabulary": Fault(
         "ddp", "dp=2", {"backward": after(good.backward, drop_rows("head.weight", 60))}, "gradients",
         "dropped part: 1 of 61 rows", "padded", parameter="head.weight",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.certify.adapter import OPTIMIZER, Adapter
 from shardwise.certify.reference import Reference, Tensors
-from shardwise.certify.tiny import STEPS
+from shardwise.certify.tiny import IGNORED, STEPS
 
 UNKNOWN = "no sum that was tried"
 _CLOSE = 100
@@ -101,6 +101,12 @@ def _loss(evidence: Evidence) -> Iterator[str]:
     if right and evidence.adapter.global_loss:
         yield from _factor(evidence, mine / right)
     yield from _other_model(evidence)
+    share = reference.share(*evidence.adapter.data_place(evidence.layout, 0))
+    added = mine - reference.of_rows(step, share)[0] if evidence.parts[0] is not None else 0.0
+    for axes in evidence.sets_of_axes():
+        part = (reference.batches[step][1][share] != IGNORED).sum() / reference.tokens[step]
+        if abs(added - part * math.log(evidence.size(axes))) <= _CLOSE * evidence.bound * abs(mine):
+            yield f"log of {evidence.size(axes)} = {' x '.join(axes)} is added: a softmax over every rank's copy"
     yield "ranks do not have the weights or buffers of rank 0" if evidence.adapter.broadcasts else "the forward pass"
 
 
@@ -142,8 +148,8 @@ def _gradients(evidence: Evidence) -> Iterator[str]:
     for other, gradient in reference.trace.gradients[step].items():
         if other != name and evidence.close(first, gradient):
             yield f"gradient of {other}"
-    yield from _dropped(first, right, evidence)
     yield from _micro_batches(evidence, first)
+    yield from _dropped(first, right, evidence)
 
 
 def _missing_sum(evidence: Evidence, right: Tensor) -> Iterator[str]:
@@ -252,7 +258,7 @@ def _norm(evidence: Evidence) -> Iterator[str]:
     missing = right**2 - numbers[0] ** 2
     for size in {1, *(evidence.size(axes) - 1 for axes in evidence.sets_of_axes())}:
         for name, square in squares.items():
-            if square and abs(abs(missing) - size * square) <= 10 * _CLOSE * evidence.bound * right**2:
+            if abs(abs(missing) - size * square) <= 10 * _CLOSE * evidence.bound * right**2 < square / 10:
                 yield f"{name} is {'not in it' if missing > 0 else f'counted {size + 1} times'}"
     if len({round(number, 12) for number in numbers}) > 1:
         yield "ranks have other norms"

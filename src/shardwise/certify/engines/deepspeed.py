@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 0 to 3, and AutoTP by its own partition rules."""
+"""DeepSpeed: ZeRO stages 1 to 3, and AutoTP by its own partition rules."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.certify.adapter import EngineRun
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-import deepspeed  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad  # noqa: E402
-from torch.distributed import get_world_size  # noqa: E402
+import deepspeed
+from deepspeed.runtime.tensor_parallel import init_utils
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 
 name = "DeepSpeed"
 needs = ("deepspeed", "torch")
 axes, data = ("dp", "tp"), ("dp",)
-space = {"dp": (1, 2, 3, 4), "tp": (1, 2), "zero": (0, 1, 2, 3), "accumulate": (1, 2)}
+space = {"dp": (1, 2, 3, 4), "tp": (1, 2), "zero": (1, 2, 3), "accumulate": (1, 2)}
 variants = ("plain", "uneven", "tied", "frozen", "padded")
 exact = False
 skips = ("clipped",)
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles C++ for shared memory; gloo does without
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
+    None
+)  # else it compiles C++ for shared memory; gloo does without
 RULES = [
     {"patterns": [r".*\.(q|k|v|up)\.weight$"], "partition_type": "column"},
     {"patterns": [r".*\.(o|down)\.weight$"], "partition_type": "row"},
@@ -38,19 +41,31 @@ class Deferred:
     def __init__(self, model: nn.Module, layout: dict[str, Any]) -> None:
         self.model, self.layout, self.seen = model, layout, dict[str, Tensor]()
         self.engine: Any = None
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """AutoTP leaves the parts of tensor-parallel ranks to the caller."""
+        dim = next((d for d, (a, b) in enumerate(zip(tensor.shape, self.shapes[name], strict=True)) if a != b), None)
+        if dim is None:
+            return tensor.detach().clone()
+        parts = [torch.empty_like(tensor) for _ in range(self.layout["tp"])]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=groups.get_tensor_model_parallel_group())
+        return torch.cat(parts, dim)
 
     def start(self, most: float, settings: dict[str, Any]) -> None:
         tp, parts = self.layout.get("tp", 1), self.layout.get("accumulate", 1)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": parts, "gradient_clipping": most,
-            "zero_optimization": {"stage": self.layout.get("zero", 0), "stage3_param_persistence_threshold": 0},
-            "optimizer": {"type": "AdamW", "params": {**settings, "torch_adam": True}}, "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.layout.get("zero", 1), "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {**settings, "torch_adam": True}},
         }  # fmt: skip
         if tp > 1:
             layers = {"use_default_specs": False, "layer_specs": RULES}
-            config["tensor_parallel"] = {"autotp_size": tp, "dtype": torch.float32, "partition_config": layers}
+            config["tensor_parallel"] = {"autotp_size": tp, "partition_config": layers}
+            deepspeed.tp_model_init(self.model, tp_size=tp, dtype=torch.float32)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=self.model, model_parameters=trained, config=config)
+        init_utils._TP_MODEL_INIT_ARGS = None  # else it splits the next model, too
 
 
 def parallelize(model: nn.Module, layout: dict[str, Any]) -> Deferred:
@@ -75,7 +90,7 @@ def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
 
 def gradients(run: EngineRun) -> dict[str, Tensor]:
     named = {name: safe_get_full_grad(p) for name, p in run.model.named_parameters() if p.requires_grad}
-    return {name: gradient.clone() for name, gradient in named.items() if gradient is not None}
+    return {name: run.engine.whole(name, gradient) for name, gradient in named.items() if gradient is not None}
 
 
 def clip(run: EngineRun, most: float) -> float:
@@ -95,7 +110,7 @@ def parameters(run: EngineRun) -> dict[str, Tensor]:
         if whole is None:
             with deepspeed.zero.GatheredParameters(p, enabled=hasattr(p, "ds_id")):
                 whole = p.detach().clone()
-        values[name] = whole.detach().clone()
+        values[name] = run.engine.whole(name, whole)
     return values
 
 

@@ -189,4 +189,3 @@ def step(run: EngineRun) -> None:
         run.optimizer.step_with_ready_grads()
         run.optimizer.zero_grad()
         run.engine.ddp.zero_grad_buffer()
-

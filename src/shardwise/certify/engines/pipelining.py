@@ -35,7 +35,7 @@ class Embed(nn.Module):
         return table(ids) + self.positions
 
 
-def loss(logits: Tensor, labels: Tensor, tokens: int) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor, tokens: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
 
 
@@ -52,7 +52,7 @@ def parallelize(model: Any, layout: dict[str, Any]) -> Any:
         start, end = place * len(parts) // count, (place + 1) * len(parts) // count
         stages.append(PipelineStage(nn.Sequential(*parts[start:end]), place, count, torch.device("cpu")))
     schedule = get_schedule_class(kind)(
-        stages[0] if count == ranks else stages, layout.get("micro", 4), loss_fn=loss, scale_grads=False
+        stages[0] if count == ranks else stages, layout.get("micro", 4), loss_fn=mean_loss, scale_grads=False
     )
     return schedule, stages
 

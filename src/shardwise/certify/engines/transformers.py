@@ -26,7 +26,11 @@ from shardwise.certify.tiny import PADDED_VOCAB, VOCAB
 name = "transformers DistributedConfig"
 needs = ("transformers", "torch")
 axes, data = ("dp_replicate", "fsdp", "tp"), ("dp_replicate", "fsdp")
-space = {"fsdp": (1, 2, 4), "tp": (1, 2), "dp_replicate": (1, 2), "ep": (1, 2, 4)}
+space = {
+    "fsdp": (1, 2, 4), "tp": (1, 2), "dp_replicate": (1, 2), "ep": (1, 2, 4),
+    "exchange": ("auto", "all_to_all", "all_reduce"), "experts": ("eager", "batched_mm", "grouped_mm"),
+}  # fmt: skip
+within = {"exchange": "ep", "experts": "ep"}
 exact = False
 disable_progress_bar()
 rebuilds = True
@@ -75,9 +79,12 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
     dist.barrier()
     config = DistributedConfig(
         tp_size=layout.get("tp", 1), fsdp_size=layout.get("fsdp", 1), ep_size=layout.get("ep", 1),
-        dp_replicate_size=layout.get("dp_replicate", 1),
+        dp_replicate_size=layout.get("dp_replicate", 1), ep_implementation=layout.get("exchange", "auto"),
     )  # fmt: skip
-    split = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config, dtype=torch.float32).train()
+    experts = {"experts_implementation": layout["experts"]} if "experts" in layout else {}
+    split = AutoModelForCausalLM.from_pretrained(
+        folder[0], distributed_config=config, dtype=torch.float32, **experts
+    ).train()
     for name, p in model.named_parameters():
         split.get_parameter(name).requires_grad_(p.requires_grad)
     return split
