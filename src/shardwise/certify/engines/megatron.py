@@ -84,6 +84,10 @@ def names_of(name: str) -> list[str]:
     return [f"blocks.{layer}.{part}.{leaf}" for part in PARTS.get(module, (module,))]
 
 
+def build_gpt(config: Any, **options: Any) -> nn.Module:
+    return GPTModel(config, get_gpt_layer_local_spec(), **options)
+
+
 class Split:
     """The model behind Megatron-Core's DistributedDataParallel."""
 
@@ -97,8 +101,8 @@ class Split:
             sequence_parallel=bool(layout.get("sp")), calculate_per_token_loss=True, use_cpu_initialization=True,
             params_dtype=torch.float32, gradient_accumulation_fusion=False, **CONFIG,
         )  # fmt: skip
-        self.gpt = GPTModel(
-            config, get_gpt_layer_local_spec(), vocab_size=len(model.table.weight), max_sequence_length=SEQ,
+        self.gpt = build_gpt(
+            config, vocab_size=len(model.table.weight), max_sequence_length=SEQ,
             share_embeddings_and_output_weights=model.head.weight is model.table.weight,
             parallel_output=not layout.get("gather"),
         )  # fmt: skip
