@@ -27,12 +27,30 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
          "dp=4,zero=3,shard=2", "dp=2,tp=2,zero=1", "pp=2,dp=2,zero=1", "pp=2,tp=2"),
         (),
     ),
+    "deepspeed": (
+        ("dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,zero=2,accumulate=2", "dp=3,zero=3", "tp=2", "dp=2,tp=2",
+         "dp=2,tp=2,zero=2"),
+        (),
+    ),
+    "megatron": (("dp=2", "tp=2", "tp=2,sp=1", "tp=4", "dp=2,tp=2"), ()),
     "transformers": (
-        ("tp=2", "fsdp=2", "tp=2,ep=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "fsdp=2,tp=2,ep=4", "dp_replicate=2,fsdp=2"),
+        ("tp=2", "fsdp=2", "tp=2,ep=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "fsdp=2,tp=2,ep=4", "dp_replicate=2,fsdp=2",
+         "tp=2,ep=2,exchange=all_reduce,experts=batched_mm", "tp=2,ep=2,exchange=all_reduce,experts=grouped_mm"),
         ("tiny-llama", "tiny-mixtral", "tiny-qwen3-moe"),
     ),
 }  # fmt: skip
 """Engine -> layouts and models."""
+REPORTS = (
+    ("NVIDIA/Megatron-LM#7452, finding 1 (#737)", "label smoothing", "label_smoothing.py", "tp=2", ()),
+    ("NVIDIA/Megatron-LM#7452, finding 2", "loss of gathered logits", "megatron", "tp=2,gather=1", ()),
+    ("NVIDIA/Megatron-LM#7452, finding 3", "multi-token prediction, uneven labels", "next_tokens.py", "dp=2", ()),
+    ("NVIDIA/Megatron-LM#7452, finding 8", "attention sinks in the norm", "attention_sinks.py", "tp=2", ()),
+    ("huggingface/transformers#48687", "router's gradient with batched_mm", "transformers",
+     "tp=2,ep=2,exchange=all_reduce,experts=batched_mm", ("tiny-mixtral",)),
+    ("NVIDIA-NeMo/Automodel#3817", "norm of experts", "expert_norms.py", "ep=2", ()),
+    ("the same without the fix", "norm of experts", "expert_norms.py", "ep=2,mesh=0", ()),
+)  # fmt: skip
+"""Report, what it is about, engine or a file of docs/certificates/reports/, layout, models."""
 CLEAN = {"ddp": 10, "fsdp2": 18, "tensor_parallel": 6, "pipelining": 18, "shardwise": 20}
 """Engine -> generated layouts."""
 TRUE = {("tensor_parallel", "tied"), ("tensor_parallel", "frozen"), ("pipelining", "frozen")}
@@ -52,14 +70,32 @@ def clean(seed: int = 1) -> None:
         cases, total, false = len(rows) * len(variants), total + len(rows) * len(variants), false + len(bad)
         lines.append(f"| {engine} | {len(rows)} | {cases} | {len(bad)} | {certificate.seconds:.0f} |")
         print(lines[-1], *bad, sep="\n", flush=True)
-    head = f"# Generated clean cases\n\n`python docs/certificates.py clean`, seed {seed}: {total} cases, {false} false findings."
-    (FOLDER / "clean.md").write_text("\n".join([head, "", *lines]) + "\n")
+    head = f"`python docs/certificates.py clean`, seed {seed}: {total} cases, {false} false findings."
+    (FOLDER / "clean.md").write_text("\n".join(["# Generated clean cases", "", head, "", *lines]) + "\n")
+
+
+def reports() -> None:
+    """A table of reports: what is wrong in the version that is installed, or that nothing is."""
+    lines = ["# Public reports", "", "`python docs/certificates.py reports`, on CPU ranks.", "",
+             "| report | about | layout | versions | here |", "|---|---|---|---|---|"]  # fmt: skip
+    for report, about, engine, layout, models in REPORTS:
+        file = FOLDER / "reports" / engine
+        where = str(file) if file.exists() else engine
+        found = certify(where, layouts=[layout], models=models, say=lambda line: print(line, flush=True))
+        versions = ", ".join(f"{name} {number}" for name, number in found.versions.items() if name != "python")
+        words = "; ".join(dict.fromkeys(item.cell.text for item in found.findings))
+        if not words:
+            proven = [cell.error or 0.0 for row in found.rows for cell in row.cells.values() if cell.state == "proven"]
+            words = f"right: {found.counts['proven']} cells, largest error {max(proven):.1e}"
+        lines.append(f"| {report} | {about} | `{layout}` | {versions} | {words} |")
+        print(lines[-1], flush=True)
+    (FOLDER / "reports.md").write_text("\n".join(lines) + "\n")
 
 
 def main(engines: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
-    if engines == ["clean"]:
-        return clean()
+    if engines in (["clean"], ["reports"]):
+        return clean() if engines == ["clean"] else reports()
     for engine in engines or RUNS:
         layouts, models = RUNS[engine]
         certificate = certify(engine, layouts=layouts, models=models, say=lambda line: print(line, flush=True))
