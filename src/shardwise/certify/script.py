@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.certify import adapter as defaults
+from shardwise.certify import tiny
 from shardwise.certify.adapter import OPTIMIZER, Adapter
 from shardwise.certify.reference import BINDING, SEED
 from shardwise.certify.result import WrongCell
@@ -28,7 +29,7 @@ plain = MODEL
 model, rank = copy.deepcopy(plain), dist.get_rank()
 for tensor in (*model.parameters(), *model.buffers()):
     tensor.data += rank
-run = SimpleNamespace(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
+run = types.SimpleNamespace(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
 run.model = run.engine
 adam, run.optimizer = torch.optim.AdamW(plain.parameters(), **ADAM), optimizer(run, **ADAM)
 for number in range(NUMBER):
@@ -36,7 +37,7 @@ for number in range(NUMBER):
     tokens, mine = int((labels != -100).sum()), slice(*(24 * (run.data[0] + i) // run.data[1] for i in (0, 1)))
     losses = F.cross_entropy(logits(plain, ids).flatten(0, 1), labels.flatten(), reduction="none").view(24, -1) / tokens
     losses.sum().backward()
-    loss = backward(run, ids[mine], labels[mine], tokens)
+    value = backward(run, ids[mine], labels[mine], tokens)
     COMPARED
 wrong, right = BOTH
 error = float((torch.as_tensor(wrong) - right).norm() / (right.norm() or 1))
@@ -44,7 +45,7 @@ print(f"rank {rank}: WHAT differs by {error:.1e} of its norm")
 sys.exit(error > LIMIT)
 """
 _BOTH = {
-    "loss": "loss, losses[mine].sum()",
+    "loss": "value, losses[mine].sum()",
     "gradients": "gradients(run).get(NAME, 0 * RIGHT) if NAME in parameters(run) else RIGHT, RIGHT",
     "norm": "norm, total",
     "clipped": "gradients(run)[NAME], RIGHT",
@@ -91,6 +92,10 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         text = text.replace(word, value)
     if adapter.logits is defaults.logits:
         text = text.replace("logits(plain, ids)", "plain(ids)").replace("=logits", "=lambda model, ids: model(ids)")
+    if name != "loss":
+        one, two = (line for line in text.splitlines() if "losses" in line)
+        summed = one.replace("losses = ", "(").replace('"none").view(24, -1) / tokens', '"sum") / tokens).backward()')
+        text = text.replace(f"{one}\n{two}", summed)
     apart = adapter.broadcasts and name == "loss"
     left_out = (
         *(() if body and body != _CLIPPED else ("adam,",)), *(() if adapter.rebuilds else ("run.model =",)),
@@ -161,26 +166,39 @@ class _Copied:
 
     def source(self, main: ast.AST, title: str) -> str:
         """The whole script, with imports of a module in one line."""
-        froms: dict[str, list[str]] = {"types": ["SimpleNamespace"], "torch": ["nn"]}
-        whole = {"copy", "sys", "torch", "torch.distributed as dist", "torch.nn.functional as F"}
+        froms: dict[str, list[str]] = {}
+        whole = {"copy", "sys", "torch.nn as nn", "types", "torch", "torch.distributed as dist", "torch.nn.functional as F"}
         for line in self.lines:
             kind, rest = line.split(" ", 1)
             if kind == "import":
                 whole.add(rest)
-            else:
+            elif line != "from torch import nn":
                 module, names = rest.split(" import ")
                 froms[module] = list(dict.fromkeys([*froms.get(module, []), names]))
         lines = [f"import {', '.join(sorted(whole))}"]
         lines += [f"from {module} import {', '.join(names)}" for module, names in sorted(froms.items())]
         text = "\n".join([f'"""{title}"""', *lines, *map(ast.unparse, self.defined.values()), ast.unparse(main)])
-        return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
+        return joined([line for line in text.splitlines() if line.strip()])
+
+
+def joined(lines: Sequence[str]) -> str:
+    """Bodies of one line behind what they belong to."""
+    result, depths = list[str](), [len(line) - len(line.lstrip()) for line in [*lines, ""]]
+    for place, line in enumerate(lines):
+        alone = 0 < place and depths[place + 1] < depths[place] == depths[place - 1] + 4 and not line.endswith(":")
+        if alone and result[-1].endswith(":") and len(result[-1]) + len(line.strip()) < 120:
+            result[-1] += f" {line.strip()}"
+        else:
+            result.append(line)
+    return "\n".join(result) + "\n"
 
 
 class _Folded(ast.NodeTransformer):
     """Without annotations and docstrings, and with the layout's and the variant's constants folded."""
 
     def __init__(self, layout: dict[str, Any], variant: str) -> None:
-        self.layout, self.variant = layout, variant
+        numbers = {name: value for name, value in vars(tiny).items() if isinstance(value, int)}
+        self.layout, self.constants = layout, {"variant": variant, **numbers}
 
     def generic_visit(self, node: ast.AST) -> Any:
         node = super().generic_visit(node)
@@ -189,12 +207,16 @@ class _Folded(ast.NodeTransformer):
                 node.body = node.body[1:] or [ast.Pass()]
             if isinstance(node, ast.FunctionDef):
                 node.returns = None
+                match node.body:
+                    case [*_, ast.Assign(targets=[names]), ast.Return(value=result) as end] if result is not None:
+                        if ast.unparse(names) == ast.unparse(result):
+                            end.value = node.body.pop(-2).value  # type: ignore[attr-defined]
         elif isinstance(node, ast.arg):
             node.annotation = None
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             return ast.copy_location(ast.Assign([node.target], node.value), node)
-        elif isinstance(node, ast.Name) and node.id == "variant" and isinstance(node.ctx, ast.Load):
-            return ast.Constant(self.variant)
+        elif isinstance(node, ast.Name) and node.id in self.constants and isinstance(node.ctx, ast.Load):
+            return ast.Constant(self.constants[node.id])
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "layout.get":
             key, *default = node.args
             return ast.Constant(self.layout.get(key.value, default[0].value if default else None))  # type: ignore[attr-defined]

@@ -29,14 +29,14 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
     """Megatron-LM's cut: columns then rows, the vocabulary of table and head."""
     mesh = init_device_mesh("cpu", (layout.get("dp", 1), layout.get("tp", 1)), mesh_dim_names=("dp", "tp"))
     stream = Shard(1) if layout.get("sp") else Replicate()
-    plan: dict[str, Any] = {"table": RowwiseParallel(input_layouts=Replicate())}
-    plan |= {"head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())}
+    head = ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+    plan: dict[str, Any] = {"table": RowwiseParallel(input_layouts=Replicate()), "head": head}
     for item in ("q", "k", "v", "up"):
         plan[f"blocks.*.{item}"] = ColwiseParallel(input_layouts=stream)
     for item in ("o", "down"):
         plan[f"blocks.*.{item}"] = RowwiseParallel(output_layouts=stream)
     if layout.get("sp"):
-        plan |= {"blocks.*.norm1": SequenceParallel(), "blocks.*.norm2": SequenceParallel(), "norm": SequenceParallel()}
+        plan |= dict.fromkeys(("blocks.*.norm1", "blocks.*.norm2", "norm"), SequenceParallel())
         plan["blocks"] = PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=True
         )
