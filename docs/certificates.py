@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "deepspeed": (
-        ("dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,zero=2,accumulate=2", "dp=3,zero=3", "tp=2", "dp=2,tp=2",
+        ("dp=2", "dp=2,zero=2", "dp=2,zero=2,accumulate=2", "dp=3,zero=3", "dp=3,zero=3,accumulate=2", "dp=2,tp=2",
          "dp=2,tp=2,zero=2"),
         (),
     ),

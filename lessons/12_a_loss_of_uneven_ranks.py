@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shardwise.cli.main import main as shardwise
 
-ADAPTER = '''
+ADAPTER = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,7 +42,7 @@ def backward(run, ids, labels, tokens):
     mine = max(1, int((labels != -100).sum()))
     (summed / mine).backward()  # right: (summed / tokens * ranks).backward()
     return summed.item() / tokens
-'''
+"""
 folder = Path(tempfile.mkdtemp())
 (folder / "trainer.py").write_text(ADAPTER)
 code = shardwise(["certify", str(folder / "trainer.py"), "dp=2", "--out", str(folder / "out")])
@@ -51,8 +51,8 @@ report = (folder / "out" / "certificate.md").read_text()
 assert "mean over ranks in place of tokens" in report
 
 # %% [markdown]
-# With equal counts all columns say yes: the mistake shows under `uneven` alone. `wrong-1.py` in the folder reproduces it
-# without shardwise.
+# With equal counts all columns say yes: the mistake shows under `uneven` alone. `wrong-1.py` in the folder reproduces
+# it without shardwise.
 #
-# **Recall.** Why does the norm of the gradients not show it? <details><summary>Answer</summary>It is the norm of another
-# sum of the same terms, of about the same length; only a comparison with the right sum tells them apart.</details>
+# **Recall.** Why does the norm of the gradients not show it? <details><summary>Answer</summary>It is the norm of
+# another sum of the same terms, of about the same length; only the right sum tells.</details>

@@ -22,6 +22,8 @@ from shardwise.certify.reference import BINDING, SEED
 from shardwise.certify.result import WrongCell
 
 _OWN = "shardwise.certify"
+_ALIASES = ("distributed as dist", "nn as nn", "nn.functional as F")
+"""Of torch's modules, as scripts import them."""
 _SAMPLE = """
 dist.init_process_group("gloo")
 torch.manual_seed(SEED)
@@ -29,7 +31,7 @@ plain = MODEL
 model, rank = copy.deepcopy(plain), dist.get_rank()
 for tensor in (*model.parameters(), *model.buffers()):
     tensor.data += rank
-run = types.SimpleNamespace(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
+run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
 run.model = run.engine
 adam, run.optimizer = torch.optim.AdamW(plain.parameters(), **ADAM), optimizer(run, **ADAM)
 for number in range(NUMBER):
@@ -101,6 +103,7 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         *(() if body and body != _CLIPPED else ("adam,",)), *(() if adapter.rebuilds else ("run.model =",)),
         *(() if apart else ("for tensor", "tensor.data +=")),
     )  # fmt: skip
+    text = text.replace("Run(", "types.SimpleNamespace(")
     text = "\n".join(line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out))
     copied = _Copied(layout, variant, adapter, module)
     main = copied.folded(ast.parse(text))
@@ -167,7 +170,7 @@ class _Copied:
     def source(self, main: ast.AST, title: str) -> str:
         """The whole script, with imports of a module in one line."""
         froms: dict[str, list[str]] = {}
-        whole = {"copy", "sys", "torch.nn as nn", "types", "torch", "torch.distributed as dist", "torch.nn.functional as F"}
+        whole = {"copy", "sys", "types", "torch", *(f"torch.{name}" for name in _ALIASES)}
         for line in self.lines:
             kind, rest = line.split(" ", 1)
             if kind == "import":
@@ -185,7 +188,7 @@ def joined(lines: Sequence[str]) -> str:
     """Bodies of one line behind what they belong to."""
     result, depths = list[str](), [len(line) - len(line.lstrip()) for line in [*lines, ""]]
     for place, line in enumerate(lines):
-        alone = 0 < place and depths[place + 1] < depths[place] == depths[place - 1] + 4 and not line.endswith(":")
+        alone = place > 0 and depths[place + 1] < depths[place] == depths[place - 1] + 4 and not line.endswith(":")
         if alone and result[-1].endswith(":") and len(result[-1]) + len(line.strip()) < 120:
             result[-1] += f" {line.strip()}"
         else:
@@ -198,7 +201,8 @@ class _Folded(ast.NodeTransformer):
 
     def __init__(self, layout: dict[str, Any], variant: str) -> None:
         numbers = {name: value for name, value in vars(tiny).items() if isinstance(value, int)}
-        self.layout, self.constants = layout, {"variant": variant, **numbers}
+        self.layout = layout
+        self.constants: dict[str, Any] = {"variant": variant, **numbers}
 
     def generic_visit(self, node: ast.AST) -> Any:
         node = super().generic_visit(node)

@@ -84,7 +84,7 @@ def names_of(name: str) -> list[str]:
     return [f"blocks.{layer}.{part}.{leaf}" for part in PARTS.get(module, (module,))]
 
 
-def build_gpt(config: Any, **options: Any) -> nn.Module:
+def build_gpt(config: Any, **options: Any) -> Any:
     return GPTModel(config, get_gpt_layer_local_spec(), **options)
 
 
@@ -135,7 +135,7 @@ class Split:
 
     def plain(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Megatron-Core's names and shards to the plain model's."""
-        result = {}
+        result: dict[str, Tensor] = {}
         for name, p in self.named():
             if name in values:
                 names, whole = names_of(name), self.whole(p, values[name])
