@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 1 to 3, and AutoTP by its own partition rules."""
+"""DeepSpeed: ZeRO stages 1 to 3, and AutoTP."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def step(run: EngineRun) -> None:
 
 
 def parameters(run: EngineRun) -> dict[str, Tensor]:
+    """Masters of what trains, weights of what is frozen."""
     values = {}
     for name, p in run.model.named_parameters():
         whole = safe_get_full_fp32_param(p) if p.requires_grad else None

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel with its own layers, loss, DistributedDataParallel, gradient finalization and norm.
+"""Megatron-Core's GPTModel with its local layers, loss, DistributedDataParallel, gradient finalization and norm.
 
 Without CUDA, Transformer Engine and Apex: what Megatron-Core makes on "cuda" is made on the CPU here, torch's functions
 stand in for fused kernels, and torch scales what is clipped.
@@ -34,7 +34,7 @@ space = {"dp": (1, 2, 4), "tp": (1, 2, 4), "sp": (0, 1), "gather": (0, 1)}
 within = {"sp": "tp", "gather": "tp"}
 variants = ("plain", "uneven", "tied", "frozen")
 exact = False  # its loss is computed in float32
-skips = ("resume",)  # its checkpoints start processes of their own
+skips = ("resume",)  # saving starts two more processes per rank
 CONFIG: dict[str, Any] = {}
 """More arguments of TransformerConfig, for adapters that import from this one."""
 GROUPS: dict[int, dict[str, Any]] = {}
@@ -180,6 +180,7 @@ def optimizer(run: EngineRun, lr: float, betas: Any, eps: float, weight_decay: f
 
 
 def clip(run: EngineRun, most: float) -> float:
+    """Megatron-Core's norm; torch scales, since Megatron-Core's function takes CUDA tensors alone."""
     with on_cpu():
         run.optimizer.prepare_grads()
         norm = run.optimizer.get_grad_norm()
