@@ -77,9 +77,9 @@ def os_errors(doing: str, instead: str = "") -> Iterator[None]:
         raise UserError(f"cannot {doing}: {error.strerror}{instead}") from None
 
 
-def did_you_mean(name: str, known: Collection[str], otherwise: str) -> str:
-    """The hint of a message about an unknown name: the nearest known one, or after `otherwise` all of them."""
+def did_you_mean(name: str, known: Collection[str], otherwise: str, most: int = 1, cutoff: float = 0.6) -> str:
+    """The hint of a message about an unknown name: the nearest known ones, `most` of them, or after `otherwise` all."""
     import difflib
 
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
+    near = difflib.get_close_matches(name, known, n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else f"{otherwise} {', '.join(known)}"

@@ -27,7 +27,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.codec import Json
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
@@ -390,7 +390,8 @@ def _formats(model: ModelConfig, weights: Sequence[str]) -> list[str]:
 
 def _cache_type(kv_cache: str) -> str:
     if kv_cache not in KV_CACHES:
-        raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
+        hint = did_you_mean(kv_cache, KV_CACHES, "must be one of")
+        raise UserError(f"--kv-cache {kv_cache[:40]!r}: {hint}")
     return kv_cache
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
+from shardwise.layout.keys import CHOICES
 from shardwise.layout.optimizers import ELSEWHERE, OPTIMIZERS, check_own
 from shardwise.predict.memory.engine_rows import EngineMemory, engine_memory
 from shardwise.records import dataclass
@@ -54,11 +55,13 @@ class EngineSettings:
         runtime."""
         if self == EngineSettings():
             return
+        self._check_name()
         memory = engine_memory(engine)
         if memory is None:
             who = engine if engine not in ("", "shardwise", "shardwise-cpu") else "this runtime"
             raise UserError(f"{self._first()}: {who} has no such setting; give --engine NAME, such as megatron-core")
-        self._check_precision(memory)
+        if self.precision and self.precision not in memory.precisions:
+            raise UserError(f"{memory.name} does not train in {self.precision}: leave it out")
         for module in self.modules:
             if module not in memory.modules:
                 known = did_you_mean(module, memory.modules, "modules:") if memory.modules else "it has no modules"
@@ -72,11 +75,12 @@ class EngineSettings:
         if self.layers and self.modules:
             raise UserError("recomputed layers and recomputed modules are two ways to recompute: give one of them")
 
-    def _check_precision(self, memory: EngineMemory) -> None:
+    def _check_name(self) -> None:
+        if self.precision in CHOICES["precision"]:
+            raise UserError(f"precision={self.precision} is a key of layouts: leave it out here")
         if self.precision and self.precision not in NARROW:
-            raise UserError(f"precision={self.precision} is no setting of engines; choose one of {', '.join(NARROW)}")
-        if self.precision and self.precision not in memory.precisions:
-            raise UserError(f"{memory.name} does not train in {self.precision}: leave it out")
+            hint = did_you_mean(self.precision, [*NARROW, "bf16"], "choose one of", cutoff=0.5)
+            raise UserError(f"precision={self.precision} is no setting of engines; {hint}")
 
     def _first(self) -> str:
         if self.precision:

@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.predict.time.features import EVERYTHING, Features
 from shardwise.records import dataclass
 
@@ -237,11 +237,7 @@ ENGINES: Mapping[str, EngineProfile] = _Profiles()
 def engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` with the nearest one."""
     if name not in ENGINES:
-        import difflib
-
-        near = difflib.get_close_matches(name, ENGINES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(ENGINES)}"
-        raise UserError(f"no engine profile {name!r}; {hint}")
+        raise UserError(f"no engine profile {name!r}; {did_you_mean(name, ENGINES, 'known are')}")
     return ENGINES[name]
 
 

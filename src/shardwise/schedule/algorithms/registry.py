@@ -8,11 +8,11 @@ package are in modules that the environment names, and every process imports: SH
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import cache, cached_property
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.records import dataclass
 from shardwise.schedule.comm import COLLECTIVES, ROOTED, CommSchedule, Draft
 
@@ -144,9 +144,6 @@ def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSc
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Collection[str]) -> str:
     """Names near a misspelt one, in words that follow on an error."""
-    import difflib
-
-    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return did_you_mean(name, known, "there are", most=2, cutoff=0.5)
