@@ -36,9 +36,10 @@ assert abs(lines["v"][0] - 0.001 * (1 + 0.3 * sin(1)) ** 2) < 1e-12 and lines["m
 
 def drawn(name: str, color: str, dash: str) -> str:
     """One of the lines, with its name at its end."""
-    points = [(10 + 4.6 * step, 190 - 120 * value) for step, value in enumerate(lines[name])]
+    points = [(10 + 4.6 * step, 190 - 115 * value) for step, value in enumerate(lines[name])]
     text = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
-    end = f'<text x="475" y="{points[-1][1] + (12 if dash else -4):.0f}" fill="{color}" font-size="12">{name}</text>'
+    lower = {"m": 8, "m corrected": 22, "v corrected": -6}.get(name, -4)
+    end = f'<text x="475" y="{points[-1][1] + lower:.0f}" fill="{color}" font-size="12">{name}</text>'
     return f'<polyline points="{text}" fill="none" stroke="{color}" stroke-width="2"{dash}/>{end}'
 
 

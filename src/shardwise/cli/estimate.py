@@ -297,11 +297,11 @@ def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
     }
     states = training_states(params)
     data["bytes"] = {**vars(states), "total": states.total}
+    held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in vars(states).items())
     parts = (
-        f"{format_count(params)} parameters: {format_bytes(states.weights)} of weights, {format_bytes(states.gradients)} "
-        f"of gradients, {format_bytes(states.optimizer)} of AdamW's state: {format_bytes(states.total)}, "
-        f"{states.total / params:g} bytes per parameter; {format_bytes(SMALL_GPU)} hold "
-        f"{format_count(largest_model(SMALL_GPU))}\n"
+        f"{format_count(params)} parameters: {held} (AdamW): {format_bytes(states.total)}, "
+        f"{states.total / params:g} bytes per parameter\n"
+        f"{format_bytes(SMALL_GPU)} hold at most {format_count(largest_model(SMALL_GPU))} parameters in training\n"
     )
     title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
     alone = [] if args.zero_table else [parts]
