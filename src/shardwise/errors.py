@@ -42,12 +42,14 @@ def in_python(text: str) -> str:
 
 
 def speaks_python(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose `UserError`s name its arguments as Python does."""
+    """The same function, whose `UserError`s name its arguments as Python does; in a notebook it shows that it runs."""
+    from shardwise.notebook import running
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> T:
         try:
-            return function(*args, **named)
+            with running(function.__name__):
+                return function(*args, **named)
         except UserError as error:
             error.args = (in_python(str(error)), *error.args[1:])
             raise
