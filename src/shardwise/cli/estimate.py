@@ -94,14 +94,7 @@ class EstimateOptions(
         uses="model set offline params",
         idle="belongs to one step's estimate: leave it out with --zero-table",
     )
-    params: float | None = arg(
-        "parameters: 7e9, 7B, 350M",
-        "P",
-        read=parameters_of,
-        excludes="set",
-        uses="zero_table model set",
-        idle="belongs to one step's estimate: leave it out with --params",
-    )
+    params: float | None = arg("parameters: 7e9, 7B, 350M", "P", read=parameters_of, uses="zero_table model offline")
     compare: str | None = arg("another layout to compare with", "TEXT", excludes="dry_run breakdown links verbose")
     links: bool = arg("show communication by axis and link", excludes=f"{ENGINE} {SLOW} dry_run breakdown verbose")
     breakdown: bool = arg("show the terms behind the totals", excludes=f"{ENGINE} {SLOW} dry_run verbose")
@@ -281,7 +274,7 @@ def _lines(report: StepReport, step: EstimatedStep, observed: bool, verbose: boo
 
 def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
     if (args.params is None) == (args.model is None):
-        raise UserError("--zero-table needs either MODEL or --params")
+        raise UserError("a table of ZeRO stages is for either MODEL or --params: give one")
 
     from shardwise.predict import zero_table
     from shardwise.predict.memory.states import largest_model, training_states, zero_sent
