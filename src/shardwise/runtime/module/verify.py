@@ -116,7 +116,7 @@ class FromFile:
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
         if not hasattr(sys.modules[name], self.name):
-            names = [name for name in vars(sys.modules[name]) if not name.startswith("_")]
+            names = [each for each in vars(sys.modules[name]) if not each.startswith("_")]
             raise UserError(f"{self.path} has no {self.name}; {did_you_mean(self.name, names, 'it has')}")
         return getattr(sys.modules[name], self.name)
 
