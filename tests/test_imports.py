@@ -15,6 +15,7 @@ import shardwise
 PACKAGE = Path(shardwise.__file__).parent
 
 FLOORS = {
+    "notebook": -1,
     "errors": 0,
     "small_files": 0,
     "lazy": 0,
