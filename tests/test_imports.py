@@ -15,8 +15,8 @@ import shardwise
 PACKAGE = Path(shardwise.__file__).parent
 
 FLOORS = {
-    "notebook": -1,
     "errors": 0,
+    "calls": 0.5,
     "small_files": 0,
     "lazy": 0,
     "records": 0,

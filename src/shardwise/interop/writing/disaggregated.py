@@ -88,7 +88,7 @@ def write_apart(engine: str, request: WriteRequest, prefill: Layout, decode: Lay
 
 
 def _placed(per_node: int, prefill: Layout, decode: Layout) -> Iterator[_Instance]:
-    """The instances on nodes, one after the other; one that exceeds a node has nodes of its own."""
+    """The instances on nodes, one after the other; one that exceeds a node begins a new one."""
     node = first = 0
     for role, layout in (("prefill", prefill), ("decode", decode)):
         count = layout.dp // max(1, layout.ep // layout.tp)
@@ -102,7 +102,7 @@ def _placed(per_node: int, prefill: Layout, decode: Layout) -> Iterator[_Instanc
 
 
 def _instance(engine: str, one: _Instance, number: int, script: str) -> Iterator[str]:
-    """The command of an instance in the background, on the node of this number among its own."""
+    """The command of an instance in the background, on the node of this number among the instance's."""
     flags, devices = ENGINES[engine], range(one.first, one.first + one.layout.ranks // one.nodes)
     command = "\n".join(line for line in script.splitlines() if not line.startswith("#"))
     if one.nodes > 1:

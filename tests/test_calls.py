@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise import notebook
-from shardwise.errors import speaks_python
+from shardwise import calls
+from shardwise.calls import speaks_python
 
 
 class ZMQInteractiveShell:
@@ -24,7 +24,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     fake = SimpleNamespace(get_ipython=ZMQInteractiveShell, display=SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython", fake)
-    monkeypatch.setattr(notebook, "PATIENCE", 0.01)
+    monkeypatch.setattr(calls, "PATIENCE", 0.01)
     return texts
 
 
@@ -45,7 +45,7 @@ def short() -> int:
 
 
 def test_a_short_call_shows_nothing(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "PATIENCE", 60.0)
+    monkeypatch.setattr(calls, "PATIENCE", 60.0)
     assert short() == 1 and not shown
 
 
