@@ -50,14 +50,15 @@ def _counted(title: str, found: list[Shown]) -> str:
 def _entry(shown: Shown) -> str:
     claim = shown.claim
     by = ", ".join(f"`{_whole(name)}`" for name in shown.by)
-    lines = [
-        ("Said", _plain(claim.says)),
-        ("Computed", f"{_plain(shown.text)} ({by})"),
-        ("Why", _plain(claim.why)),
-        ("Note", _plain(claim.note)),
-    ]
-    items = "\n".join(_wrapped(f"{name}: {text}") for name, text in lines if text)
-    return f"### {claim.id}{' (corrected)' if claim.verdict == 'correct' else ''}\n{items}"
+    why = claim.why if not set(claim.why.split()) <= set(shown.text.split()) else ""
+    lines = [("Said", claim.says), ("Computed", shown.text), ("Why", why), ("Note", claim.note)]
+    words = " ".join(f"{name}: {_ended(_plain(text))}" for name, text in lines if text)
+    corrected = " (corrected)" if claim.verdict == "correct" else ""
+    return f"### {claim.id}{corrected}\n{_wrapped(f'{words} ({by})')}"
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
 
 
 def _whole(name: str) -> str:
@@ -71,9 +72,7 @@ def _plain(text: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

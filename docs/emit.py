@@ -6,7 +6,7 @@ python docs/emit.py   writes docs/emit.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -51,20 +51,15 @@ parsers](emit_parsers.md), and some were [trained](emit_runs.md). `python docs/e
 
 What an engine cannot express is an error that names the key, the version that was read, and the nearest layout that it
 can. Where the engine has one value for a key, the file gets that value with a comment, such as `grads=fp32` for FSDP2.
-Sequence length and batch are assumed as in `plan` where they are left out. Defaults that differ
-are explicit: gradient clipping (1.0), the type that gradients are summed in, dropout, padding of the vocabulary, layers
-of a pipeline's ends, the batch in every unit that the engine counts. Learning rates, data and checkpoints are yours.
-Ranks per node come from `--cluster`; without it a node has 8. With `--cluster`, a server whose weights do not fit is an
-error, and a training that does not fit has a comment. `--slurm` writes the job that starts the engine on all nodes.
+Defaults that differ are explicit: gradient clipping (1.0), the type that gradients are summed in, dropout, padding of
+the vocabulary, the batch in every unit that the engine counts. Learning rates, data and checkpoints are yours.
+Without `--cluster` a node has 8 ranks; with it, a server whose weights do not fit is an error, and a training that does
+not fit has a comment. `--slurm` writes the job that starts the engine on all nodes.
 
 `ddp` and `fsdp2` are programs for `torchrun` that need torch, numpy and transformers alone: they load a Hugging Face
 folder, read the tokens that `shardwise train` has prepared (`train.bin`, with its type in `corpus.json`) in the same
 order, and have its AdamW and learning rate. On gloo, a test compares 12 layouts with `shardwise train --weights
-FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of
-collective with the communication ledger (every collective of a step). DDP's bf16 gradients need NCCL.
-Where they differ: a tied table is gathered once
-per micro-batch, since the ends of a model are one FSDP unit, and recomputation beside `tp` stops before a block's last
-all-reduce.
+FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of collective. DDP's bf16 gradients need NCCL.
 
 ## Keys
 An option expresses the key, all its values or those named. *code*: the file says in a comment what your code or
@@ -89,9 +84,6 @@ def page() -> str:
             "",
             f"`torchrun` starts this project's own training and expresses every layout that runs here. It alone has "
             f"{without}.",
-            "",
-            "## Limits of these keys",
-            *_limits(engines),
             "",
             f"{' and '.join(writer.title for writer in engines if writer.serves)} serve, the others train. "
             f"`--engine-version` chooses one of several versions ({_versions(engines)}).",
@@ -125,17 +117,6 @@ def _expressed(writer: EngineSpec, key: str) -> list[str]:
             if near is not None and str(getattr(near, key)) == value and getattr(near, key) == getattr(layout, key):
                 kept.add(value)
     return [value for value in VALUES[key] if value in kept]
-
-
-def _limits(engines: Sequence[EngineSpec]) -> Iterator[str]:
-    """Each limit, with the engines that have it."""
-    having: dict[tuple[str, str], list[str]] = {}
-    for writer in engines:
-        for limit in writer.limits:
-            key = f"`{limit.key}`{' (models with experts)' * limit.experts}"
-            having.setdefault((key, limit.why), []).append(writer.title)
-    for (key, why), titles in sorted(having.items(), key=lambda item: item[0][0]):
-        yield f"- {key}: {why} ({', '.join(titles)})"
 
 
 def _versions(engines: Sequence[EngineSpec]) -> str:

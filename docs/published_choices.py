@@ -6,6 +6,7 @@ python docs/published_choices.py   writes docs/published_choices.md: about two m
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ devices and batch. `python docs/published_choices.py` makes this page from
 Dense models: {near} of {dense} layouts are within {limit:.0%} of the winner. {fit} of {count} layouts fit by the
 predicted memory; all of them ran.
 
-*Ratio*: price of the published layout over the winner's. *Memory*: of the fullest device, of what training can use;
-**over**: does not fit by the prediction. *Measured*: the published step and its precision. Prices are {precisions}.
+*Ratio*: price of the published layout over the winner's. *Memory*: of the fullest device; **over**: more than training
+can use ({usable}). *Measured*: the published step and its precision. Prices are {precisions}.
 
 """
 
@@ -92,6 +93,7 @@ def main() -> None:
     text = HEAD.format(
         near=sum(choice.ratio <= NEAR for choice in dense), dense=len(dense), limit=NEAR - 1,
         fit=sum(choice.fits for choice in choices), count=len(choices),
+        usable=usable(choice.cluster for choice in choices),
         precisions="in the precision of the layout" if narrow else "in bf16, also where the run used FP8",
     )  # fmt: skip
     text += f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n"
@@ -99,11 +101,26 @@ def main() -> None:
     text += f"\n## Reasons for ratios above {NEAR:.2f} and layouts that do not fit\n"
     text += "".join(f"- {_name(choice.row)}: {_reason(choice)}\n" for choice in choices if _questioned(choice))
     text += LEFT_OUT
-    for choice in choices:
-        stated, assumed = choice.row.get("stated"), choice.row.get("assumed")
-        notes = "; ".join(filter(None, (f"stated: {stated}" if stated else "", assumed)))
-        text += f"- {_name(choice.row)}: {choice.row['source']}{f'. {notes}' if notes else ''}.\n"
+    text += sources([choice.row for choice in choices])
     PAGE.write_text(text, encoding="utf-8")
+
+
+def usable(clusters: Iterable[Cluster]) -> str:
+    """Bytes of each kind of device that training can use."""
+    bytes_of = {cluster.device.name: format_bytes(usable_bytes(cluster)) for cluster in clusters}
+    return ", ".join(f"{device}: {text}" for device, text in bytes_of.items())
+
+
+def sources(rows: Sequence[dict[str, Any]]) -> str:
+    """Each source, and each assumption, with the recipes that have it."""
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        named.setdefault(row["source"], []).append(row["id"])
+    for row in rows:
+        stated = [f"stated: {row['stated']}"] if row.get("stated") else []
+        for note in [*stated, *filter(None, (row.get("assumed") or "").split("; "))]:
+            named.setdefault(note, []).append(row["id"])
+    return "".join(f"- {text}: {', '.join(ids)}.\n" for text, ids in named.items())
 
 
 def _choice(row: dict[str, Any]) -> Choice:
@@ -149,7 +166,7 @@ def _measured(choice: Choice) -> str:
 def _memory(choice: Choice, one: Priced) -> str:
     usable = usable_bytes(choice.cluster)
     over = " **over**" if one.held.total > usable else ""
-    return f"{format_bytes(one.held.total)} of {format_bytes(usable)}{over}"
+    return f"{format_bytes(one.held.total)}{over}"
 
 
 def _questioned(choice: Choice) -> bool:

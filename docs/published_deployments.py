@@ -95,11 +95,18 @@ def main() -> None:
     text += f"\n## Ratios above {NEAR:.2f}\n"
     text += "".join(f"- {_name(one.row)}: {one.row.get('why', UNEXPLAINED)}\n" for one in found if one.ratio > NEAR)
     text += "\n## Sources and assumptions\n"
-    for one in found:
-        assumed = f" Assumed: {one.row['assumed']}." if "assumed" in one.row else ""
-        text += f"- {_name(one.row)}: {one.row['source']}. Speed of {one.row['engine']}.{assumed}\n"
+    text += sources(data["deployments"])
     text += _loads(data["loads"]) + _speeds(data["speeds"])
     (FOLDER / "published_deployments.md").write_text(text, encoding="utf-8")
+
+
+def sources(rows: list[dict[str, Any]]) -> str:
+    """Each source, with what was assumed for its row."""
+    lines = []
+    for row in rows:
+        assumed = f" Assumed: {row['assumed']}." if "assumed" in row else ""
+        lines.append(f"- {row['id']} (speed of {row['engine']}): {row['source']}.{assumed}\n")
+    return "".join(lines)
 
 
 def _rows(rows: Iterable[list[str]]) -> str:

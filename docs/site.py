@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import html
+import io
 import os
 import re
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +92,33 @@ def _picture(match: re.Match[str]) -> str:
 
 def lesson(path: Path) -> str:
     """A notebook in jupytext's percent format as a page."""
-    cells = re.split(r"^# %%", path.read_text(), flags=re.MULTILINE)[1:]
-    pages = []
+    text = path.read_text()
+    cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
+    pages: list[str] = []
+    names: dict[str, Any] | None = (
+        None if re.search(r"import torch|\btrain\(", text) else {}
+    )  # those take too long here
     for kind, _, body in (cell.partition("\n") for cell in cells):
         if "[markdown]" in kind:
             pages.append(re.sub(r"^# ?", "", body, flags=re.MULTILINE).strip())
         else:
             pages.append(f"```python\n{body.strip()}\n```")
+            pages += _printed(body, names)
     return (
         "\n\n".join(pages).replace("](../docs/", "](../")
         + f"\n\n`python lessons/{path.name}` runs it; `make lessons` makes notebooks.\n"
     )
+
+
+def _printed(cell: str, names: dict[str, Any] | None) -> Iterator[str]:
+    """What a cell prints, after the cells before it left `names`: a drawing as it is, all else as text."""
+    if names is None:
+        return
+    with redirect_stdout(io.StringIO()) as out:
+        exec(cell, names)
+    printed = out.getvalue().strip()
+    if printed:
+        yield printed if printed.startswith("<svg") else f"```text\n{printed}\n```"
 
 
 def layout_keys() -> str:

@@ -1,6 +1,7 @@
-"""Times of the tasks of docs/tasks.md in a fresh environment, as a new user has it: the last column of that page.
+"""Times of tasks in a fresh environment, as a new user has it: the last column of docs/tasks.md, and the page
+docs/task_times.md of the newcomers' tasks in tests/docs/newcomers.toml.
 
-    python docs/task_times.py
+    python docs/task_times.py [newcomers]
 
 Builds a wheel, makes an environment, and installs the wheel without extras: that is enough for every plan and estimate.
 Then it adds the extras `train` and `serve` and runs everything else. Needs pip and a package index.
@@ -11,12 +12,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -43,6 +46,20 @@ TIMES = """\
 """
 
 
+NEWCOMERS = """\
+# Tasks of newcomers
+
+What three newcomers wanted to do before they had read anything: {count} tasks, {one} of them with one command, the
+others with two. Each command works at the first try; `tests/docs/test_newcomers.py` has what it must print.
+
+`python docs/task_times.py newcomers` makes this page with a wheel in a fresh environment ({day}, {cores} cores with a
+load of {load:.0f} by other programs, Python {python}). *Processor time* is the command's own, without waiting.
+
+| task | `shardwise ...` | time | processor time |
+|---|---|---:|---:|
+"""
+
+
 class Environment:
     """A virtual environment with a wheel of this tree."""
 
@@ -61,12 +78,12 @@ class Environment:
         words = ["install", "-q", "-c", str(ROOT / "constraints.txt"), f"{self.wheel}{extra}"]
         return self.seconds([str(self.bin / "python"), "-m", "pip", *words], self.folder)
 
-    def seconds(self, command: Sequence[str], folder: Path) -> float:
-        """Seconds of a command, which must succeed."""
+    def seconds(self, command: Sequence[str], folder: Path, expected: int = 0) -> float:
+        """Seconds of a command, which must end with this exit code."""
         began = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=self.variables, capture_output=True, text=True, timeout=900)
         spent = time.perf_counter() - began
-        if done.returncode:
+        if done.returncode != expected:
             raise RuntimeError(f"{shlex.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
         return spent
 
@@ -85,6 +102,33 @@ class Environment:
         return spent
 
 
+def newcomers(environment: Environment, folder: Path) -> None:
+    """Run the newcomers' tasks, and write their page. Needs the extra `train`."""
+    every = tomllib.loads((ROOT / "tests" / "docs" / "newcomers.toml").read_text())["tasks"]
+    rows, environment.variables["COLUMNS"] = [], "80"
+    for question, commands, _, *rest in every:
+        codes = [0] * (len(commands) - 1) + [next((code for code in rest if isinstance(code, int)), 0)]
+        before, walls = _processor_seconds(), []
+        for command, code in zip(commands, codes, strict=True):
+            words = [str(environment.bin / "shardwise"), *shlex.split(command)]
+            walls.append(environment.seconds(words, folder, code))
+        spent = _processor_seconds() - before
+        print(f"{sum(walls):6.1f} s  {question}", flush=True)
+        shown = "; ".join(f"`{command}`" for command in commands)
+        rows.append(f"| {question} | {shown} | {format_time(sum(walls))} | {format_time(spent)} |\n")
+    load = os.getloadavg()[2]
+    head = NEWCOMERS.format(
+        count=len(every), one=sum(len(task[1]) == 1 for task in every), day=date.today(), cores=os.cpu_count(),
+        python=platform.python_version(), load=load,
+    )  # fmt: skip
+    (DOCS / "task_times.md").write_text(head + "".join(rows))
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def timed(page: str, spent: Mapping[str, Sequence[float]], times: str) -> str:
     """The page with the seconds of each task's commands in the last column, and its section of times."""
     for question, seconds in spent.items():
@@ -93,12 +137,15 @@ def timed(page: str, spent: Mapping[str, Sequence[float]], times: str) -> str:
     return page[: page.index("## Times\n")] + times
 
 
-def main() -> None:
+def main(only: str = "") -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = Environment(folder)
         work = folder / "work"
         prepare(work)
+        if only == "newcomers":
+            environment.install("[train]")
+            return newcomers(environment, work)
         install = environment.install()
         output = environment.seconds([str(environment.bin / "shardwise"), *shlex.split(FIRST)[1:]], work)
         starts = {
@@ -119,7 +166,8 @@ def main() -> None:
         )  # fmt: skip
         page = DOCS / "tasks.md"
         page.write_text(timed(page.read_text(), spent, times))
+        newcomers(environment, work)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -16,10 +16,10 @@ import pytest
 import shardwise
 from harness.cases import from_table
 from shardwise import ModelConfig, UserError, Workload, api
+from shardwise.calls import in_python
 from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
-from shardwise.errors import in_python
 from shardwise.report import StepReport
 from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed

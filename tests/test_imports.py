@@ -17,6 +17,7 @@ PACKAGE = Path(shardwise.__file__).parent
 
 FLOORS = {
     "errors": 0,
+    "calls": 0.5,
     "small_files": 0,
     "lazy": 0,
     "records": 0,

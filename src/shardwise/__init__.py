@@ -7,7 +7,8 @@ Importing this package imports little else: each name below comes from its room 
 
 from typing import TYPE_CHECKING
 
-from shardwise.errors import UserError, speaks_python
+from shardwise.calls import speaks_python
+from shardwise.errors import UserError
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:

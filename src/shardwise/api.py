@@ -19,7 +19,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import DivergedError, UserError, did_you_mean, in_python, os_errors
+from shardwise.calls import in_python
+from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, fewer_ranks
 from shardwise.layout.legality import suited
 from shardwise.layout.usual_workload import usual_training

@@ -1,13 +1,7 @@
 """The one exception that a user's mistake raises: the command line prints its message as one line and exits with 2."""
 
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -24,35 +18,6 @@ class DivergedError(RuntimeError):
 
 class NotFiniteError(UserError):
     """Weights or optimizer state that are not finite, and so were not saved."""
-
-
-_FLAG = re.compile(
-    r"\b(?:torchrun|shardwise|pip|python) [^;,()]*|--([a-z][a-z-]*)(?: (?=[\d.]+(?:\b|$))| (?=[A-Z]+\b))?"
-)
-
-
-def in_python(text: str) -> str:
-    """A message in Python's words: `--host-memory SIZE` is `host_memory=SIZE`. A command to be typed stays as it
-    is."""
-
-    def named(flag: re.Match[str]) -> str:
-        return flag[0] if flag[1] is None else flag[1].replace("-", "_") + "=" * flag[0].endswith(" ")
-
-    return _FLAG.sub(named, text)
-
-
-def speaks_python(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose `UserError`s name its arguments as Python does."""
-
-    @wraps(function)
-    def call(*args: P.args, **named: P.kwargs) -> T:
-        try:
-            return function(*args, **named)
-        except UserError as error:
-            error.args = (in_python(str(error)), *error.args[1:])
-            raise
-
-    return call
 
 
 def file_limit(error: BaseException) -> str:
@@ -78,7 +43,7 @@ def os_errors(doing: str, instead: str = "") -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str, most: int = 1, cutoff: float = 0.6) -> str:
-    """The hint of a message about an unknown name: the nearest known ones, or after `otherwise` all of them."""
+    """The hint of a message about an unknown name: the nearest known ones, `most` of them, or after `otherwise` all."""
     import difflib
 
     near = difflib.get_close_matches(name, known, n=most, cutoff=cutoff)

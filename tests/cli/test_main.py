@@ -235,6 +235,13 @@ class TestEstimate:
         assert {stage: row["8"] for stage, row in table.items()} == {"0": 112, "1": 38.5, "2": 26.25, "3": 14}
         assert list(table["3"]) == ["1", "2", "4", "8", "16"]
 
+    def test_a_number_of_parameters_alone(self, command):
+        code, out, err = command("estimate", "--params", "7e9")
+        assert (code, err) == (0, "") and "14.0 GB of weights, 14.0 GB of gradients, 84.0 GB of optimizer" in out
+        assert "112 GB, 16 bytes per parameter" in out and "hold at most 1.50B parameters" in out and "16 GPUs" in out
+        code, out, _ = command("estimate", "--params", "7e9", "--json")
+        assert json.loads(out)["bytes"] == {"weights": 14e9, "gradients": 14e9, "optimizer": 84e9, "total": 112e9}
+
     def test_zero_table_in_words(self, command, monkeypatch):
         monkeypatch.setattr(
             "shardwise.predict.zero_table",

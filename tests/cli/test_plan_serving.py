@@ -96,5 +96,30 @@ def test_instances_for_prefill_and_decoding_are_written(engine, role, cluster, t
     assert len(re.findall(r"meta-llama/Llama-3.1-70B", text)) == len(devices) >= 2
     ports = re.findall(r"# \w+ on node (\d).*?--port (\d+)", text, re.DOTALL)
     assert len(set(ports)) == len(devices)
+    if engine == "sglang":  # one port of the handshake for each instance that reads prompts, and it is a number
+        reading = text.count("--disaggregation-mode prefill")
+        assert len(re.findall(r"--disaggregation-bootstrap-port \d+", text)) == reading == text.count("bootstrap-port")
     assert main([*asked[:4], "--emit", "vllm", "--disaggregated"]) == 2
     assert "--serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_instances_that_exceed_a_node_are_started_on_each_of_theirs(engine, tmp_path, capsys):
+    file = tmp_path / "apart.sh"
+    asked = ["plan", "deepseek-v3", "--cluster", "4x8xH200", "--serve", "--emit", engine, "--disaggregated"]
+    assert main([*asked, "--out", str(file), "--json"]) == 0
+    pair, text = json.loads(capsys.readouterr().out)["disaggregated"], file.read_text()
+    assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+    assert [int(node) for node in re.findall(r"on node (\d): ", text)] == [0, 1, 2, 3] and pair["devices"] == 32
+    assert "NODE_RANK" not in text and "HEAD_ADDRESS" not in text and "every node" not in text and "ray" not in text
+    if engine == "sglang":
+        assert re.findall(r"--node-rank (\d) .*?--dist-init-addr \"(\S+?):", text, re.DOTALL) == [
+            ("0", "$HOST0"), ("1", "$HOST0"), ("0", "$HOST2"), ("1", "$HOST2")
+        ]  # fmt: skip
+    else:
+        assert text.count("--headless") == 2 == text.count("--host 0.0.0.0")
+        assert "--headless --nnodes 2 --node-rank 1 --master-addr $HOST0" in text
+        assert (
+            "--headless --data-parallel-size-local 2 --data-parallel-start-rank 2 --data-parallel-address $HOST2"
+            in text
+        )

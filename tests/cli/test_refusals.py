@@ -27,6 +27,7 @@ GPUS = "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV12\tPHB\t0-63\nGPU1\tNV12
 FILES = {
     "text.txt": "some words to learn from\n" * 100,
     "empty.txt": "",
+    "net.py": "def build(): ...\ndef example(): ...\n",
     "broken.toml": "nodes = [",
     "topo.txt": GPUS,
     "ds_config.json": '{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}',

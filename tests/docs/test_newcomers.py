@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import forked
-from harness.documents import ENVIRONMENT
+from harness.documents import ENVIRONMENT, ROOT
 from harness.today import EVERYTHING, some_of
 from task_list import prepare
 
@@ -32,6 +32,9 @@ def run(task: list, folder: Path) -> None:
 def test_there_are_48_of_at_most_two_commands():
     assert len(TASKS) == 48 == len({task[0] for task in TASKS})
     assert all(1 <= len(task[1]) <= 2 for task in TASKS)
+    page = (ROOT / "docs" / "task_times.md").read_text()
+    for question, commands, *_ in TASKS:
+        assert f"| {question} | {'; '.join(f'`{command}`' for command in commands)} | " in page, question
 
 
 @pytest.mark.parametrize("task", some_of(LIGHT, 5, "tasks of newcomers"), ids=lambda task: task[0])

@@ -333,7 +333,7 @@ def test_types_of_the_cache():
         assert all(
             one.cache == kept.get(one.weights, usual) for one in found if one.weights in ("bfloat16", "float8_e4m3fn")
         )
-    with pytest.raises(UserError, match="--kv-cache must be one of auto, bf16, fp8"):
+    with pytest.raises(UserError, match="must be one of auto, bf16, fp8"):
         plan_serving("llama-3-8b", "1xH100", work, kv_cache="int4")
 
 

@@ -7,7 +7,7 @@ same fields. `read` reads and checks a command line. A field's type says how it 
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields, replace
 from functools import partial
 from importlib import import_module
@@ -164,7 +164,18 @@ class _Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `UserError`s, and name the option that is near one that it does not have."""
 
+    words: Sequence[str] = ()
+    """What is parsed."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        options = [word.partition("=")[0] for word in self.words if word.startswith("--")]
+        unknown = [option for option in options if option not in self._options()]
+        if unknown and message.startswith("the following arguments are required"):
+            message = f"unrecognized arguments: {unknown[0]}"  # the mistyped one is most often the one that is missing
         first = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
         if message.startswith("unrecognized") and first.startswith("-"):
             import difflib

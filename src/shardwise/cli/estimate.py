@@ -13,7 +13,8 @@ tensors, FLOPs, recompute modes).
 --measure runs one rank's real share of the layout on the device at hand, with waits of predicted length for its
 collectives.
 
---zero-table N,... shows bytes per GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
+--params P alone shows weights, gradients and optimizer state of P parameters. --zero-table N,... shows their bytes per
+GPU under ZeRO stages 0 to 3 on N GPUs, for MODEL or for P parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
 from shardwise.predict.cluster_links import link_lines, links_line, with_links
 from shardwise.records import dataclass
-from shardwise.report.units import format_count
+from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.job.slow_ranks import SlowRanks
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def gpus_of(option: str, text: str) -> list[int]:
 ENGINE = "engine precision recompute_modules recompute_layers"
 """EstimateOptions of another engine's software."""
 SLOW = "slow emulate"
+USUAL_GPUS, SMALL_GPU = [1, 2, 4, 8, 16], 24e9
+"""Numbers of GPUs, and the bytes of one, that --params alone is answered for."""
 
 
 @dataclass
@@ -91,7 +94,7 @@ class EstimateOptions(
         uses="model set offline params",
         idle="belongs to one step's estimate: leave it out with --zero-table",
     )
-    params: float | None = arg("parameters: 7e9, 7B, 350M", "P", read=parameters_of, needs="zero_table", excludes="set")
+    params: float | None = arg("parameters: 7e9, 7B, 350M", "P", read=parameters_of, uses="zero_table model offline")
     compare: str | None = arg("another layout to compare with", "TEXT", excludes="dry_run breakdown links verbose")
     links: bool = arg("show communication by axis and link", excludes=f"{ENGINE} {SLOW} dry_run breakdown verbose")
     breakdown: bool = arg("show the terms behind the totals", excludes=f"{ENGINE} {SLOW} dry_run verbose")
@@ -140,8 +143,8 @@ class EstimatedStep:
 
 
 def run(args: EstimateOptions) -> int:
-    if args.zero_table is not None:
-        return _zero_table(args, args.zero_table)
+    if args.zero_table is not None or args.params is not None:
+        return _zero_table(args, args.zero_table or USUAL_GPUS)
     step, other = _step(args)
     slowed = _slowed(args)
     if args.measure:
@@ -271,10 +274,10 @@ def _lines(report: StepReport, step: EstimatedStep, observed: bool, verbose: boo
 
 def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
     if (args.params is None) == (args.model is None):
-        raise UserError("--zero-table needs either MODEL or --params")
+        raise UserError("a table of ZeRO stages is for either MODEL or --params: give one")
 
     from shardwise.predict import zero_table
-    from shardwise.predict.memory.states import zero_sent
+    from shardwise.predict.memory.states import largest_model, training_states, zero_sent
     from shardwise.report import tables
 
     params = args.params if args.params is not None else float(count(model_of(args)))
@@ -285,8 +288,17 @@ def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
         "gigabytes_per_gpu": {stage: {n: held / 1e9 for n, held in row.items()} for stage, row in table.items()},
         "sent_per_parameter": sent,
     }
+    states = training_states(params)
+    data["bytes"] = {**vars(states), "total": states.total}
+    held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in vars(states).items())
+    parts = (
+        f"{format_count(params)} parameters: {held} (AdamW): {format_bytes(states.total)}, "
+        f"{states.total / params:g} bytes per parameter\n"
+        f"{format_bytes(SMALL_GPU)} hold at most {format_count(largest_model(SMALL_GPU))} parameters in training\n"
+    )
     title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
-    return print_result(args, data, [tables.zero_table(table, title, sent=sent), _SENT])
+    alone = [] if args.zero_table else [parts]
+    return print_result(args, data, [*alone, tables.zero_table(table, title, sent=sent), _SENT])
 
 
 _SENT = (

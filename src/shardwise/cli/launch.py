@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from shardwise.cli import train
@@ -19,7 +20,7 @@ from shardwise.cli.models import model_of
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_file import apply_plan
 from shardwise.cluster import Cluster
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import UserError, did_you_mean, os_errors
 from shardwise.interop.jobs import ClusterJob, JobFile, JobOptions, write_job
 from shardwise.interop.jobs.quoting import comment
 from shardwise.interop.writing.request import nodes_for
@@ -116,6 +117,9 @@ def _described(words: list[str], cluster: Cluster) -> _Described:
             "name the command: shardwise launch ... -- train MODEL --layout ... --out DIR, -- serve FOLDER ..., or a "
             "program such as -- torchrun train.py"
         )
+    hint = did_you_mean(words[0], (TRAIN, SERVE), "", cutoff=0.8)
+    if hint.startswith("did you mean") and which(words[0]) is None:
+        raise UserError(f"no program {words[0]!r} is here; {hint} Give the path of another program")
     nodes, ranks = cluster.nodes, cluster.devices_per_node
     if nodes > 1 and "--standalone" in words:
         raise UserError(f"--standalone trains on each of the {nodes} nodes alone: leave it out")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_json, working
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.records import dataclass
 
 
@@ -49,7 +49,7 @@ def _serve(args: StudioOptions) -> int:
     state = "".join(args.view[:1])
     view, _ = parse_view(state)
     if view not in VIEWS:
-        raise UserError(f"--view {state}: there are {', '.join(VIEWS)}")
+        raise UserError(f"--view {state}: no such view; {did_you_mean(view, VIEWS, 'there are')}")
     if len(args.view) > 1:
         raise UserError("a browser opens one view: give one --view, or write several with --out FILE")
     with Studio(args.port, args.runs) as studio:

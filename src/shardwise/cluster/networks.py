@@ -9,7 +9,7 @@ from math import ceil
 
 from shardwise.cluster.catalog import KnownNetwork, accelerators
 from shardwise.cluster.device import Link
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 
 MOST_GBITS = 1e6
 """Gb/s beyond which no NIC sends."""
@@ -75,8 +75,8 @@ def _named(text: str, rest: str, device: str) -> KnownNetwork | None:
     if name := names.get(word) or names.get("efa" + word):
         return table.networks[name]
     if word:
-        known = ", ".join(table.networks)
-        raise UserError(f"network {_short(text)!r}: no network of that name; known are {known}; or write {EXAMPLES}")
+        hint = did_you_mean(_short(rest.strip()), table.networks, "known are")
+        raise UserError(f"network {_short(text)!r}: no network of that name; {hint}; or write {EXAMPLES}")
     if "efa" not in words:
         return None
     for network in table.networks.values():

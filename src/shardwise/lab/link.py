@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from shardwise.cluster import Cluster, Link
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.schedule.pipeline.times import seconds_of
 
 EXAMPLE = "such as 1Gb/s or 100Mb/s,latency=5ms,loss=0.1%"
@@ -53,7 +53,8 @@ class LabLink:
         for word in rest:
             name, _, value = word.partition("=")
             if name not in values:
-                raise UserError(f"--link {text}: {word!r} is neither latency=TIME nor loss=PERCENT; {EXAMPLE}")
+                hint = did_you_mean(name, values, "keys:")
+                raise UserError(f"--link {text}: {word!r} is neither latency=TIME nor loss=PERCENT; {hint} {EXAMPLE}")
             values[name] = _latency(text, value) if name == "latency" else _loss(text, value)
         return cls(_bits(text, bandwidth), **values)
 

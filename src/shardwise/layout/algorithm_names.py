@@ -1,6 +1,6 @@
 """Names that the layout keys `algorithm=` and `node=` may have."""
 
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import LayoutError, UserError, did_you_mean
 
 COLLECTIVES = {"all_reduce": "all-reduce", "all_gather_into": "all-gather", "reduce_scatter": "reduce-scatter"}
 """The ledger's names of the collectives that schedules run -> the registry's."""
@@ -20,7 +20,8 @@ def check_algorithm(name: str, node: int) -> None:
         except UserError:
             continue
     if not found:
-        raise LayoutError(f"algorithm={name} is none of {', '.join(['auto', *_names()])}")
+        hint = did_you_mean(name, ["auto", *_names()], "choices:")
+        raise LayoutError(f"algorithm={name} is unknown; {hint}")
     if any("node" in algorithm.options for algorithm in found) != (node > 0):
         raise LayoutError(
             f"node={node} is for hierarchical algorithms, and algorithm={name} is none; leave it out"

@@ -1,7 +1,7 @@
 """`Workload`: what is asked of the model, apart from how it is split."""
 
 from shardwise.codec import EVERY, Json
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
 from shardwise.options import option
@@ -39,7 +39,8 @@ class Workload(Json):
                 raise UserError(f"workload: {key} must be at most {MOST:,}, not {value:,}")
         known = (*OPTIMIZERS, *ELSEWHERE)
         if self.optimizer not in known:
-            raise UserError(f"workload: optimizer must be one of {', '.join(known)}, not {self.optimizer!r}")
+            hint = did_you_mean(str(self.optimizer), known, "must be one of")
+            raise UserError(f"workload: optimizer {self.optimizer!r}: {hint}")
         if (self.seq > 0) != (self.batch > 0):
             raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
 

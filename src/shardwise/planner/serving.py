@@ -27,7 +27,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.codec import Json
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
@@ -336,7 +336,8 @@ def plan_serving(
     profile = serving_engine(engine)
     room = _room(cluster, profile)
     if kv_cache not in KV_CACHES:
-        raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
+        hint = did_you_mean(kv_cache, KV_CACHES, "must be one of")
+        raise UserError(f"--kv-cache {kv_cache[:40]!r}: {hint}")
     space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
                         kv_cache=kv_cache)  # fmt: skip
     if rate is not None:

@@ -12,7 +12,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.keys import KEYS, defaults
 from shardwise.runtime.job.rank import RankJob
@@ -116,7 +116,8 @@ class FromFile:
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
         if not hasattr(sys.modules[name], self.name):
-            raise UserError(f"{self.path} has no {self.name}")
+            names = [each for each in vars(sys.modules[name]) if not each.startswith("_")]
+            raise UserError(f"{self.path} has no {self.name}; {did_you_mean(self.name, names, 'it has')}")
         return getattr(sys.modules[name], self.name)
 
 
