@@ -55,13 +55,13 @@ class EngineSettings:
             return
         if self.precision in CHOICES["precision"]:
             raise UserError(f"precision={self.precision} is a key of layouts: leave it out here")
+        if self.precision and self.precision not in NARROW:
+            hint = did_you_mean(self.precision, [*NARROW, "bf16"], "choose one of", cutoff=0.5)
+            raise UserError(f"precision={self.precision} is no setting of engines; {hint}")
         memory = engine_memory(engine)
         if memory is None:
             who = engine if engine not in ("", "shardwise", "shardwise-cpu") else "this runtime"
             raise UserError(f"{self._first()}: {who} has no such setting; give --engine NAME, such as megatron-core")
-        if self.precision and self.precision not in NARROW:
-            hint = did_you_mean(self.precision, [*NARROW, "bf16"], "choose one of", cutoff=0.5)
-            raise UserError(f"precision={self.precision} is no setting of engines; {hint}")
         if self.precision and self.precision not in memory.precisions:
             raise UserError(f"{memory.name} does not train in {self.precision}: leave it out")
         for module in self.modules:
