@@ -57,8 +57,8 @@ class Audit(Json):
     difference: Difference | None
     traffic: tuple[RecordedRow, ...]
     bytes: Bytes | None
-    """The most of every class on any rank; None without an optimizer step. `total` is what the process or the device
-    had, less in `other` than that where the allocator does not tell."""
+    """The most of every class on any rank; None without an optimizer step. `total` is of the device's allocator, or
+    of the process's."""
     peak: int | None
     late: tuple[LateRank, ...]
     sent: int
@@ -184,7 +184,7 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
             (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
         ]
         yield "\nmemory: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
-        yield f"  at most {format_bytes(audit.peak or 0)} on a rank, libraries of the process included"
+        yield f"  at most {format_bytes(audit.peak or 0)} on a rank"
         yield from (f"  beyond the plan: {text}" for text in audit.beyond)
     for one in audit.late:
         lost, share = format_time(one.seconds), format_share(one.share)
