@@ -51,6 +51,8 @@ class RankRecording:
     """Seconds of the clock when its process was seen to be gone."""
     position: tuple[float, str, str] | None = None
     """(seconds of the clock, file:line, innermost function) of a program that makes no call for a while."""
+    zero: int | None = None
+    """Stage that DeepSpeed's engine has."""
     stale: int = 0
     """Parameters that the optimizer has from before they were sharded."""
     lost: int = 0
@@ -90,7 +92,7 @@ class _Lines:
                 self.steps.append(StepMark(*items))
             case "model" | "pipeline":
                 self.values[kind] = tuple(items)
-            case "exit" | "stale":
+            case "exit" | "stale" | "zero":
                 self.values[kind] = items[0]
             case "error":
                 self.values["error"] = tuple(items)

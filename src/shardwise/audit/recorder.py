@@ -15,6 +15,7 @@ Each line is a JSON list. Its first item is one of:
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
   trained, shape on this rank] of each
 - "stale": parameters that the optimizer has from before they were sharded
+- "zero": stage of DeepSpeed's engine
 - "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
@@ -384,6 +385,8 @@ class Recorder:
         if roots:
             count, root = max(roots, key=lambda item: item[0])
             while isinstance(getattr(root, "module", None), module):  # DDP and engines
+                if hasattr(root, "zero_optimization_stage"):
+                    self.write("zero", root.zero_optimization_stage())
                 root = root.module
             configs: list[Any] = [getattr(entry, "config", None) for entry in root.modules()]
             texts = [entry.to_json_string(use_diff=False) for entry in configs if hasattr(entry, "to_json_string")]

@@ -101,6 +101,10 @@ def _layout(
     shard, replicas = sizes.get(SHARDS, 1), sizes.get(DATA, 1)
     if groups.get(DATA) and groups.get(DATA) == groups.get(SHARDS):
         replicas = 1
+    known = next((one.zero for one in recordings if one.zero), None)
+    if stage and known is not None:
+        # With one micro-batch, stages 1 and 2 may make the same calls.
+        stage, reasons["zero"] = known, f"DeepSpeed's engine has stage {known}"
     keys: dict[str, Any] = {DATA: shard * replicas, TENSOR: sizes.get(TENSOR, 1), PIPELINE: sizes.get(PIPELINE, 1)}
     if stage:
         keys["zero"] = stage
