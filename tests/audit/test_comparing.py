@@ -12,7 +12,10 @@ from shardwise.audit.calls import Call
 from shardwise.audit.job import AuditedJob
 from shardwise.audit.reading import RankRecording, StepMark
 from shardwise.audit.result import Audit, audit_of, failures_of
+from shardwise.audit.understanding import understand
 from shardwise.layout import Layout
+from shardwise.model.catalog import resolve
+from shardwise.model.parameters import parameters
 
 SHAPES = {f"{n}.{name}": shape for n in range(2) for name, shape in
           {"up.weight": [64, 16], "up.bias": [64], "down.weight": [16, 64], "down.bias": [16]}.items()}  # fmt: skip
@@ -105,6 +108,31 @@ def test_an_expected_layout_is_what_is_due() -> None:
     audit = audited([call("all_reduce", 1, "", "")], 1, "dp=2,precision=fp32")
     assert notes(audit) == [f"gradients: never sent: {2 * BLOCK:,} elements in 2 calls are due"]
     assert notes(audited([call("all_reduce", 1, "", "")])) == []
+
+
+@pytest.mark.parametrize("missing", [0, 128])
+def test_a_given_model_is_what_is_due(missing) -> None:
+    """Also of a program whose parameters are not known."""
+    model = resolve("tiny-llama")
+    total = sum(one.numel for one in parameters(model))
+    sent = replace(call("all_reduce", total - missing, engine="ddp"), rank=0)
+    ranks = [RankRecording(r, (replace(sent, rank=r),), 2, steps=(StepMark(1, 0.0, 0.0, None),) * 4) for r in TWO]
+    (row,) = audit_of(AuditedJob(0, 1.0, ranks, None, False), "", model=model).traffic
+    assert row.due == total and row.wrong == bool(missing)
+    assert row.note.startswith("128 elements are never reduced" if missing else "")
+    (row,) = audit_of(AuditedJob(0, 1.0, ranks, None, False), "").traffic or (None,)
+    assert row is None
+
+
+@pytest.mark.parametrize(("stage", "shown"), [(2, 2), (None, 1)])
+def test_deepspeed_s_engine_says_its_stage(stage, shown) -> None:
+    """With one micro-batch, its stages 1 and 2 make the same calls over gloo."""
+    more = {"phase": "", "engine": "deepspeed"}
+    calls = tuple(call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_gather_into"))
+    steps = (StepMark(1, 0.0, 0.0, None),) * 4
+    ranks = [RankRecording(r, tuple(replace(one, rank=r) for one in calls), 2, steps=steps, zero=stage) for r in TWO]
+    layout = understand(ranks).layout
+    assert layout is not None and layout.zero == shown
 
 
 def test_state_beyond_the_plan() -> None:

@@ -18,6 +18,7 @@ from shardwise.audit.reading import RankRecording
 from shardwise.audit.understanding import Understood, steady_calls
 from shardwise.codec import Json
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.report.step_report import DTYPE_BYTES
 
 _ENGINES = ("ddp", "fsdp", "deepspeed")
@@ -102,13 +103,17 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
 
 
 def compare_traffic(
-    recordings: Sequence[RankRecording], understood: Understood, expect: Layout | None = None
+    recordings: Sequence[RankRecording],
+    understood: Understood,
+    expect: Layout | None = None,
+    model: ModelConfig | None = None,
 ) -> tuple[list[RecordedRow], Planned | None]:
     """(rows of the first rank whose parameters are known, with what is due; the plan that they are compared with).
 
-    expect: the layout of the plan, if it is another than the understood one. No rows where no step was recorded.
+    expect: the layout of the plan, if it is another than the understood one. model: of the plan, in place of the
+    recorded parameters. No rows where no step was recorded.
     """
-    one = next((one for one in recordings if one.model is not None), None)
+    one = next((one for one in recordings if one.model is not None or (model and one.steps)), None)
     layout = expect or understood.layout
     if one is None:
         return [], None
@@ -117,7 +122,7 @@ def compare_traffic(
     # The first activations that tensor-parallel ranks sum have the tokens of a micro-batch as rows.
     shapes = (call.shape for call in steady_calls(one) if call.group in groups and call.phase == "forward")
     tokens = next((prod(shape[:-1]) for shape in shapes if len(shape) > 1), 0)
-    planned = planned_step(recordings, layout, tokens) if layout else None
+    planned = planned_step(one, layout, tokens, model) if layout else None
     return (rows if planned is None else list(_Judge(one, rows, planned, expect).rows())), planned
 
 
@@ -135,9 +140,8 @@ class _Judge:
     """Recorded rows beside a plan's."""
 
     def __init__(self, one: RankRecording, rows: list[RecordedRow], planned: Planned, expect: Layout | None) -> None:
-        assert one.model is not None
         self.recorded, self.planned, self.expect = rows, planned, expect
-        stored = {row[2] for row in one.model[3]}
+        stored = {row[2] for row in one.model[3]} if one.model else set()
         self.stored = next(iter(stored)) if len(stored) == 1 else ""
         whole = sum(planned.trained.values())
         # Micro-batches whose gradients are reduced, and micro-batches that pass forward and backward.

@@ -14,6 +14,7 @@ from shardwise.audit.understanding import Understood, steady_calls, understand
 from shardwise.audit.waits import LateRank, late_ranks
 from shardwise.codec import Json
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes
 from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
@@ -101,12 +102,13 @@ class Audit(Json):
     json_keys = "* cause exit_code"
 
 
-def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Audit:
-    """The audit of a program that has ended. expect: the layout that it is compared with, else the recorded one."""
+def audit_of(job: AuditedJob, command: str, expect: Layout | None = None, model: ModelConfig | None = None) -> Audit:
+    """The audit of a program that has ended. expect, model: the layout and the model that it is compared with, else the
+    recorded ones."""
     recordings = job.recordings
     understood = understand(recordings)
     held, peak = _held(recordings)
-    traffic, planned = compare_traffic(recordings, understood, expect)
+    traffic, planned = compare_traffic(recordings, understood, expect, model)
     known, _ = _held([one for one in recordings if one.model is not None][:1])
     more = beyond(known, planned.bytes, len(planned.trained)) if known and planned else []
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
