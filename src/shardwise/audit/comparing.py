@@ -65,8 +65,9 @@ def elements_of(call: Call) -> int:
     return whole // DTYPE_BYTES.get(call.dtype, 1)
 
 
-def _what(call: Call, axis: str, by_engine: bool) -> str:
-    """`RecordedRow.what`. by_engine: whether an engine reduces the gradients."""
+def _what(call: Call, axis: str, by_engine: bool, large: bool) -> str:
+    """`RecordedRow.what`. by_engine: whether an engine reduces the gradients. large: whether its line sends more than
+    scalars."""
     if call.op in MESSAGES:
         return "messages"
     if call.engine in _ENGINES:
@@ -81,7 +82,7 @@ def _what(call: Call, axis: str, by_engine: bool) -> str:
         return "parameters"
     if axis == TENSOR and call.phase:
         return "activations"
-    large = call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL and call.phase != "forward"
+    large = large and call.dtype in FLOATS and call.phase != "forward"
     return "gradients" if axis in (DATA, SHARDS) and large and not (call.engine or by_engine) else "program"
 
 
@@ -91,9 +92,10 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     calls = steady_calls(recording)
     by_engine = any(call.engine in _ENGINES for call in calls)
+    large = {(call.op, call.where) for call in calls if max(call.inputs, call.outputs) > SMALL}
     for call in calls:
         axis = PIPELINE if call.op in MESSAGES else axes.get(call.group, f"{len(call.group)} ranks")
-        what = _what(call, axis, by_engine)
+        what = _what(call, axis, by_engine, (call.op, call.where) in large)
         place = call.where if what == "program" else ""
         kinds[what, call.phase, call.op, axis, call.dtype, place].append(call)
     return [
@@ -110,8 +112,8 @@ def compare_traffic(
 ) -> tuple[list[RecordedRow], Planned | None]:
     """(rows of the first rank whose parameters are known, with what is due; the plan that they are compared with).
 
-    expect: the layout of the plan, if it is another than the understood one. model: of the plan, in place of the
-    recorded parameters. No rows where no step was recorded.
+    expect: the layout of the plan, if it is another than the understood one. model: the program's, where no
+    recording has one. No rows where no step was recorded.
     """
     one = next((one for one in recordings if one.model is not None or (model and one.steps)), None)
     layout = expect or understood.layout

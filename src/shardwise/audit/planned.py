@@ -49,16 +49,14 @@ class Planned:
 def planned_step(one: RankRecording, layout: Layout, tokens: int, model: ModelConfig | None = None) -> Planned | None:
     """The plan of a rank; None where its parameters are not known, or the layout does not suit them.
 
-    tokens: of a micro-batch, for activations; 0 where they are not known. model: in place of the recorded parameters,
-    of which a pipeline's rank has its stage's alone.
+    tokens: of a micro-batch, for activations; 0 where they are not known. model: the program's, where the recording has
+    none.
     """
-    inner = replace(layout, pp=1, schedule=Layout().schedule, virtual=1)
-    if layout.pp > 1:
-        model = None
-    if model is None and one.model is None:
+    inner = replace(layout, pp=1, schedule=Layout().schedule, virtual=1)  # a recording has its stage's parameters
+    described = blueprint_of(one, inner) if one.model is not None else model if layout.pp == 1 else None
+    if described is None:
         return None
     try:
-        described = model or blueprint_of(one, inner)
         plan = unit_plan(described, inner, Workload(seq=max(1, tokens), batch=inner.dp))
         rows: dict[tuple[str, str, str], PlannedRow] = {}
         for row in weight_ledger(plan):

@@ -20,8 +20,6 @@ class StepMark:
     """1, 2, ..."""
     time: float
     """Seconds of the clock."""
-    waited: float
-    """Seconds of the step in `Work.wait`."""
     bytes: Mapping[str, int] | None
     """Class -> bytes, of the steps that were measured."""
 
@@ -36,7 +34,6 @@ class RankRecording:
     pid: int = 0
     host: str = ""
     begin: float = 0.0
-    backend: str = ""
     steps: tuple[StepMark, ...] = ()
     model: tuple[str, int, dict[str, Any] | None, list[Any]] | None = None
     """(class, parameters of this rank, Hugging Face's configuration, [name, shape, dtype, trained,
@@ -78,8 +75,7 @@ class _Lines:
     def add(self, kind: str, items: list[Any]) -> None:
         match kind:
             case "rank":
-                names = ("rank", "world", "pid", "host", "begin")
-                self.values |= dict(zip(names, items, strict=False)) | {"backend": items[6]}
+                self.values |= dict(zip(("rank", "world", "pid", "host", "begin"), items, strict=False))
             case "group":
                 self.groups[items[0]] = items[1], tuple(items[2])
             case "place":

@@ -11,7 +11,7 @@ Each line is a JSON list. Its first item is one of:
 - "place": number, file:line
 - "call": order, op, group, dtype, shape, input bytes, output bytes, peer, place, phase, engine, step, begin
 - "end": order, seconds of the clock
-- "step": steps, seconds of the clock, seconds waited in the step, bytes by class
+- "step": steps, seconds of the clock, bytes by class
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
   trained, shape on this rank] of each
 - "stale": parameters that the optimizer has from before they were sharded
@@ -135,7 +135,7 @@ class Recorder:
         self.pending: dict[int, tuple[Any, int]] = {}
         self.library: Any = None
         self.main = threading.main_thread().ident
-        self.step, self.waited, self.last, self.saved = 0, 0.0, time.time(), 0
+        self.step, self.last, self.saved = 0, time.time(), 0
         self.optimizer: int | None = None
         self.inside: list[Any] = []
         """Optimizers that are in a step, as None, and those within them that have ended theirs."""
@@ -245,15 +245,13 @@ class Recorder:
     def _wrap_wait(self) -> None:
         wait = self.c10d.Work.wait
 
-        def timed(work: Any, *args: Any, **kwargs: Any) -> Any:
-            begin = time.time()
+        def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
             result = wait(work, *args, **kwargs)
-            self.waited += time.time() - begin
             if id(work) in self.pending and not self.torch.cuda.is_initialized():
                 self.ended(self.pending.pop(id(work))[1])
             return result
 
-        self.c10d.Work.wait = timed
+        self.c10d.Work.wait = waited
 
     def _group(self, boxed: Any) -> tuple[int, list[int]]:
         """(number, global ranks) of a process group."""
@@ -318,8 +316,8 @@ class Recorder:
                 sizes = self._bytes(optimizer, wrapped)
             except Exception as error:
                 self.write("lost", repr(error))
-        self.write("step", self.step, time.time(), self.waited, sizes)
-        self.waited, self.saved = 0.0, 0
+        self.write("step", self.step, time.time(), sizes)
+        self.saved = 0
         if self.step == 1:
             self._model(optimizer)
 

@@ -103,8 +103,8 @@ class Audit(Json):
 
 
 def audit_of(job: AuditedJob, command: str, expect: Layout | None = None, model: ModelConfig | None = None) -> Audit:
-    """The audit of a program that has ended. expect, model: the layout and the model that it is compared with, else the
-    recorded ones."""
+    """The audit of a program that has ended. expect: the layout that it is compared with, else the recorded one. model:
+    the program's, where no recording has one."""
     recordings = job.recordings
     understood = understand(recordings)
     held, peak = _held(recordings)

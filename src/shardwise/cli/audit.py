@@ -44,7 +44,7 @@ class AuditOptions(CommandOptions):
     out: Path | None = arg("keep the recording in this folder", "FOLDER")
     plan: Path | None = arg("compare files with this prediction (shardwise estimate --json > FILE)", "FILE")
     model: str | None = arg(
-        "name or config.json of its model, for what is due and for advice (else the program's)", "MODEL"
+        "name or config.json of its model, for advice, and for what is due where none is seen", "MODEL"
     )
     cluster: str | None = arg("devices, for advice: what plan would do", "NAME", needs="seq batch")
     seq: int | None = arg("tokens per sequence, for advice", "N", read=lambda option, text: length_of(text),
