@@ -11,7 +11,7 @@ from harness.audited_programs import HEAD, MODELS, STEP, Program
 from harness.today import some_of
 from shardwise.audit.result import audit_of
 
-SIZES = {"width": 1024, "micro": 2, "steps": 3}
+SIZES = {"width": 1024, "micro": 1, "steps": 3}
 KINDS = ("ddp", "by hand", "fsdp2", "fsdp2 kept", "fsdp1", "tp")
 SHARDED = ("fsdp2", "fsdp2 kept", "fsdp1")
 """Kinds of which the profiler misses frees: another thread does them, when a collective ends."""
