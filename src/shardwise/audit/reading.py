@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.audit.calls import Call
+from shardwise.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,11 @@ class _Lines:
 def _read(file: Path) -> RankRecording | None:
     lines = _Lines()
     for text in file.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut off with the process
-        kind, *items = json.loads(text)
-        lines.add(kind, items)
+        try:
+            kind, *items = json.loads(text)
+            lines.add(kind, items)
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise UserError(f"{file} is damaged, or of another version of shardwise: record it again") from None
     if not lines.values:
         return None
     now = file.with_suffix(".now")
