@@ -141,7 +141,11 @@ class Recorder:
         """Optimizers that are in a step, as None, and those within them that have ended theirs."""
         self.roots: Any = ()
         """Modules that no other contains."""
-        self.base, self.peak = self._base(), 0
+        importlib.import_module("torch._dynamo")  # as the first optimizer step does, but before bytes are counted
+        tensors = [_local(entry) for entry in gc.get_objects() if _is(entry, torch.Tensor)]
+        held = {_storage(entry): entry.untyped_storage().nbytes() for entry in tensors if entry.device.type == "cpu"}
+        self.base, self.peak = _allocated() - sum(held.values()), 0
+        """Bytes that the process has without its tensors, and the most of these."""
         about = (self.pid, socket.gethostname(), time.time(), torch.__version__, c10d.get_backend())
         self.write("rank", self.rank, c10d.get_world_size(), *about, sys.argv[:1])
 
@@ -320,13 +324,6 @@ class Recorder:
         self.saved = 0
         if self.step == 1:
             self._model(optimizer)
-
-    def _base(self) -> int:
-        """Bytes that the process has without its tensors."""
-        importlib.import_module("torch._dynamo")  # as the first optimizer step does, but before the bytes are counted
-        tensors = [_local(entry) for entry in gc.get_objects() if _is(entry, self.torch.Tensor)]
-        held = {_storage(entry): entry.untyped_storage().nbytes() for entry in tensors if entry.device.type == "cpu"}
-        return _allocated() - sum(held.values())
 
     def _look(self) -> int:
         """Bytes of all tensors on CPUs now; keeps the most."""
