@@ -3,7 +3,8 @@ recorded in turns in the same processes.
 
     python benchmarks/audit_overhead.py [--tokens N] [--rounds N] [--tiny]
 
-Prints the medians, their ratio, the lowest and highest ratio of a round, and the median ratio.
+Prints the medians, their ratio, the lowest and highest ratio of a round, and the median ratio: of seconds, and of the
+processor's seconds in rank 0, which a loaded machine disturbs less.
 """
 
 from __future__ import annotations
@@ -58,23 +59,31 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     step = module_step.theirs(job["sizes"], "fp32", job["tokens"])
     switch = Switch(job["folder"])
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    processor: dict[bool, list[float]] = {True: [], False: []}
     for index in range(WARM + job["rounds"]):
         for on in (True, False) if index % 2 else (False, True):
             switch.turn(on)
             dist.barrier()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             step(index)
+            used = time.process_time() - used
             clocks = train_step.everywhere((started, time.perf_counter()))
             if index >= WARM:
+                processor[on].append(used)
                 seconds[on].append(max(end for _, end in clocks) - min(start for start, _ in clocks))
     if rank == 0:
-        ratios = sorted(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
-        on, off = statistics.median(seconds[True]), statistics.median(seconds[False])
-        print(f"recorded {on * 1e3:.1f} ms, not recorded {off * 1e3:.1f} ms: {on / off:.4f}; ratios of rounds "
-              f"{ratios[0]:.3f} to {ratios[-1]:.3f}, median {statistics.median(ratios):.4f}")  # fmt: skip
+        _print("seconds", seconds)
+        _print("processor's seconds", processor)
         size = next(Path(job["folder"]).glob("0-*.jsonl")).stat().st_size
         print(f"{size} bytes of recording for {WARM + job['rounds']} recorded steps")
     turns.leave()
+
+
+def _print(name: str, seconds: dict[bool, list[float]]) -> None:
+    ratios = sorted(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
+    on, off = statistics.median(seconds[True]), statistics.median(seconds[False])
+    print(f"{name}: recorded {on * 1e3:.1f} ms, not recorded {off * 1e3:.1f} ms: {on / off:.4f}; ratios of rounds "
+          f"{ratios[0]:.3f} to {ratios[-1]:.3f}, median {statistics.median(ratios):.4f}")  # fmt: skip
 
 
 def main() -> None:

@@ -12,7 +12,10 @@ from shardwise.audit.calls import Call
 from shardwise.audit.job import AuditedJob
 from shardwise.audit.reading import RankRecording, StepMark
 from shardwise.audit.result import Audit, audit_of, failures_of
+from shardwise.audit.understanding import understand
 from shardwise.layout import Layout
+from shardwise.model.catalog import resolve
+from shardwise.model.parameters import parameters
 
 SHAPES = {f"{n}.{name}": shape for n in range(2) for name, shape in
           {"up.weight": [64, 16], "up.bias": [64], "down.weight": [16, 64], "down.bias": [16]}.items()}  # fmt: skip
@@ -30,7 +33,7 @@ def audited(calls: Sequence[Call], local: int = 1, expect: str = "", **held: int
     """The audit of two ranks that make these calls in a step. local: ranks over which parameters are sharded."""
     rows = [[name, shape, "float32", True, [-(-shape[0] // local), *shape[1:]]] for name, shape in SHAPES.items()]
     classes = {"parameters": 0, "gradients": 0, "optimizer": 0, "saved": 0, "total": 0, "peak": 0} | held
-    steps = tuple(StepMark(n + 1, float(n), 0.0, classes) for n in range(4))
+    steps = tuple(StepMark(n + 1, float(n), classes) for n in range(4))
     ranks = [
         RankRecording(rank, tuple(replace(one, rank=rank, order=at) for at, one in enumerate(calls)), 2, steps=steps,
                       model=("Net", 0, None, rows))
@@ -88,6 +91,13 @@ def test_mistakes_of_a_step(calls, local, note) -> None:
     assert notes(audit) == [note] and audit.exit_code == 1
 
 
+@pytest.mark.parametrize("hand", [{"phase": ""}, {"phase": "backward"}])
+def test_gradients_of_few_elements(hand) -> None:
+    """A program that reduces every gradient by itself sends a bias of a few bytes at the line of all others."""
+    calls = [call("all_reduce", size, engine="", **hand) for size in (2 * BLOCK - 2, 2)]
+    assert notes(audited([*calls, call("all_reduce", 1, "", "", where="train.py:9")])) == []
+
+
 def test_what_is_in_no_plan() -> None:
     """Metrics are no gradients where DDP reduces these, and neither are its own counts of used parameters."""
     extra = call("all_reduce", 500, "", "", where="train.py:9")
@@ -107,6 +117,31 @@ def test_an_expected_layout_is_what_is_due() -> None:
     assert notes(audited([call("all_reduce", 1, "", "")])) == []
 
 
+@pytest.mark.parametrize("missing", [0, 128])
+def test_a_given_model_is_what_is_due(missing) -> None:
+    """Where the program's own parameters are not seen."""
+    model = resolve("tiny-llama")
+    total = sum(one.numel for one in parameters(model))
+    sent = replace(call("all_reduce", total - missing, engine="ddp"), rank=0)
+    ranks = [RankRecording(r, (replace(sent, rank=r),), 2, steps=(StepMark(1, 0.0, None),) * 4) for r in TWO]
+    (row,) = audit_of(AuditedJob(0, 1.0, ranks, None, False), "", model=model).traffic
+    assert row.due == total and row.wrong == bool(missing)
+    assert row.note.startswith("128 elements are never reduced" if missing else "")
+    (row,) = audit_of(AuditedJob(0, 1.0, ranks, None, False), "").traffic or (None,)
+    assert row is None
+
+
+@pytest.mark.parametrize(("stage", "shown"), [(2, 2), (None, 1)])
+def test_deepspeed_s_engine_says_its_stage(stage, shown) -> None:
+    """With one micro-batch, its stages 1 and 2 make the same calls over gloo."""
+    more = {"phase": "", "engine": "deepspeed"}
+    calls = tuple(call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_gather_into"))
+    steps = (StepMark(1, 0.0, None),) * 4
+    ranks = [RankRecording(r, tuple(replace(one, rank=r) for one in calls), 2, steps=steps, zero=stage) for r in TWO]
+    layout = understand(ranks).layout
+    assert layout is not None and layout.zero == shown
+
+
 def test_state_beyond_the_plan() -> None:
     whole = 8 * BLOCK
     fits = {"parameters": whole // 2, "gradients": whole // 2, "optimizer": whole + 32}
@@ -118,6 +153,14 @@ def test_state_beyond_the_plan() -> None:
     )
 
 
+@pytest.mark.parametrize("engine", ["dtensor", ""])
+def test_sequence_parallel_activations(engine) -> None:
+    made = [("all_gather_into", "forward"), ("reduce_scatter", "forward"), ("all_gather_into", "backward")]
+    audit = audited([call(op, 64, phase, engine, shape=(4, 16)) for op, phase in made])
+    assert str(audit.understood.layout) == "tp=2,sp,precision=fp32"
+    assert {row.what for row in audit.traffic} == {"activations"} and not any(row.note for row in audit.traffic)
+
+
 def test_tensor_parallel_activations() -> None:
     """The first map's input needs no gradient."""
     more = {"shape": (4, 16), "engine": "dtensor"}
@@ -126,7 +169,7 @@ def test_tensor_parallel_activations() -> None:
     def of(calls: Sequence[Call]) -> list[tuple[int, int | None, str, bool]]:
         rows = {"up.weight": [32, 16], "up.bias": [32], "down.weight": [16, 32], "down.bias": [16]}
         model = [[n, s, "float32", True, rows[n[2:]]] for n, s in SHAPES.items()]
-        steps = (StepMark(1, 0.0, 0.0, None),) * 4
+        steps = (StepMark(1, 0.0, None),) * 4
         ranks = [RankRecording(r, tuple(calls), 2, steps=steps, model=("Net", 0, None, model)) for r in TWO]
         audit = audit_of(AuditedJob(0, 1.0, ranks, None, False), "")
         return [(row.elements, row.due, row.note, row.wrong) for row in audit.traffic]

@@ -31,7 +31,7 @@ def recordings(programs: Sequence[Sequence[Call]], marks: int = 4, **more: objec
     found = []
     for rank, calls in enumerate(programs):
         own = [replace(one, rank=rank, order=at, begin=float(at)) for at, one in enumerate(calls)]
-        stepped = tuple(StepMark(step + 1, float(step), 0.0, None) for step in range(marks))
+        stepped = tuple(StepMark(step + 1, float(step), None) for step in range(marks))
         found.append(RankRecording(rank, tuple(own), len(programs), steps=stepped, **more))  # type: ignore[arg-type]
     return found
 

@@ -17,7 +17,9 @@ from harness.audited_programs import KINDS, MISTAKES, NEVER, program
 from harness.forked import shardwise
 from harness.today import some_of
 from shardwise.audit.job import audited_environment
+from shardwise.audit.reading import read_folder
 from shardwise.audit.result import audit_of
+from shardwise.errors import UserError
 from shardwise.layout import Layout
 
 LIMIT = 120
@@ -91,6 +93,13 @@ def test_the_command(audits, tmp_path) -> None:
     done = shardwise("audit", kept, environment=environment, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "") and max(map(len, done.stdout.splitlines())) <= 80
     assert "calls of all ranks meet" in done.stdout and "layout: dp=2,precision=fp32 (sure)" in done.stdout
+
+
+@pytest.mark.parametrize("line", ['["step",1,2.0,3.0,null]', '["end",7,1.0]', "7", "{", '["step"]'])
+def test_a_damaged_recording(line, tmp_path: Path) -> None:
+    (tmp_path / "0-1.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UserError, match="damaged, or of another version of shardwise"):
+        read_folder(tmp_path)
 
 
 def test_the_program_s_own_sitecustomize_runs(tmp_path: Path) -> None:

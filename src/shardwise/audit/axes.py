@@ -79,8 +79,8 @@ def _by_pattern(did: set[tuple[str, str]]) -> Iterator[tuple[str, str, int | Non
     if ("reduce_scatter", "backward") in did and gathers:
         stage = 3 if "backward" in gathers else 2 if "forward" in gathers else 1
         yield SHARDS, "parameters are gathered, gradients scattered in the backward pass", stage
-    elif ("all_reduce", "forward") in did:
-        yield TENSOR, "activations are all-reduced in the forward pass", None
+    elif ("all_reduce", "forward") in did or ("reduce_scatter", "forward") in did:
+        yield TENSOR, "activations are summed in the forward pass", None
     elif ("all_reduce", "backward") in did:
         yield DATA, "gradients are all-reduced in the backward pass", None
     elif ("all_reduce", "") in did:

@@ -18,6 +18,7 @@ from shardwise.audit.reading import RankRecording
 from shardwise.audit.understanding import Understood, steady_calls
 from shardwise.codec import Json
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.report.step_report import DTYPE_BYTES
 
 _ENGINES = ("ddp", "fsdp", "deepspeed")
@@ -64,8 +65,9 @@ def elements_of(call: Call) -> int:
     return whole // DTYPE_BYTES.get(call.dtype, 1)
 
 
-def _what(call: Call, axis: str, by_engine: bool) -> str:
-    """`RecordedRow.what`. by_engine: whether an engine reduces the gradients."""
+def _what(call: Call, axis: str, by_engine: bool, large: bool) -> str:
+    """`RecordedRow.what`. by_engine: whether an engine reduces the gradients. large: whether its line sends more than
+    scalars."""
     if call.op in MESSAGES:
         return "messages"
     if call.engine in _ENGINES:
@@ -80,7 +82,7 @@ def _what(call: Call, axis: str, by_engine: bool) -> str:
         return "parameters"
     if axis == TENSOR and call.phase:
         return "activations"
-    large = call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL and call.phase != "forward"
+    large = large and call.dtype in FLOATS and call.phase != "forward"
     return "gradients" if axis in (DATA, SHARDS) and large and not (call.engine or by_engine) else "program"
 
 
@@ -90,9 +92,10 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     calls = steady_calls(recording)
     by_engine = any(call.engine in _ENGINES for call in calls)
+    large = {(call.op, call.where) for call in calls if max(call.inputs, call.outputs) > SMALL}
     for call in calls:
         axis = PIPELINE if call.op in MESSAGES else axes.get(call.group, f"{len(call.group)} ranks")
-        what = _what(call, axis, by_engine)
+        what = _what(call, axis, by_engine, (call.op, call.where) in large)
         place = call.where if what == "program" else ""
         kinds[what, call.phase, call.op, axis, call.dtype, place].append(call)
     return [
@@ -102,22 +105,30 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
 
 
 def compare_traffic(
-    recordings: Sequence[RankRecording], understood: Understood, expect: Layout | None = None
+    recordings: Sequence[RankRecording],
+    understood: Understood,
+    expect: Layout | None = None,
+    model: ModelConfig | None = None,
 ) -> tuple[list[RecordedRow], Planned | None]:
     """(rows of the first rank whose parameters are known, with what is due; the plan that they are compared with).
 
-    expect: the layout of the plan, if it is another than the understood one. No rows where no step was recorded.
+    expect: the layout of the plan, if it is another than the understood one. model: the program's, where no
+    recording has one. No rows where no step was recorded.
     """
-    one = next((one for one in recordings if one.model is not None), None)
+    one = next((one for one in recordings if one.model is not None or (model and one.steps)), None)
     layout = expect or understood.layout
     if one is None:
         return [], None
     rows = recorded_rows(one, understood)
     groups = understood.groups.get(TENSOR, ())
-    # The first activations that tensor-parallel ranks sum have the tokens of a micro-batch as rows.
-    shapes = (call.shape for call in steady_calls(one) if call.group in groups and call.phase == "forward")
-    tokens = next((prod(shape[:-1]) for shape in shapes if len(shape) > 1), 0)
-    planned = planned_step(recordings, layout, tokens) if layout else None
+    # The first activations that tensor-parallel ranks sum, or gather, have the tokens of a micro-batch as rows.
+    shapes = (
+        (call.shape, len(call.group) if call.op == "all_gather_into" else 1)
+        for call in steady_calls(one)
+        if call.group in groups and call.phase == "forward"
+    )
+    tokens = next((prod(shape[:-1]) * parts for shape, parts in shapes if len(shape) > 1), 0)
+    planned = planned_step(one, layout, tokens, model) if layout else None
     return (rows if planned is None else list(_Judge(one, rows, planned, expect).rows())), planned
 
 
@@ -135,9 +146,8 @@ class _Judge:
     """Recorded rows beside a plan's."""
 
     def __init__(self, one: RankRecording, rows: list[RecordedRow], planned: Planned, expect: Layout | None) -> None:
-        assert one.model is not None
         self.recorded, self.planned, self.expect = rows, planned, expect
-        stored = {row[2] for row in one.model[3]}
+        stored = {row[2] for row in one.model[3]} if one.model else set()
         self.stored = next(iter(stored)) if len(stored) == 1 else ""
         whole = sum(planned.trained.values())
         # Micro-batches whose gradients are reduced, and micro-batches that pass forward and backward.
@@ -169,7 +179,9 @@ class _Judge:
         """A row with what the plan has in its place, and why they differ."""
         planned, note = self._due(row)
         if planned is None:
-            return replace(row, note="in no plan of the layout")
+            # Sequence-parallel activations of a program's own modules are in no ledger.
+            unknown = row.what == "activations" and not any(what == row.what for what, _, _ in self.planned.rows)
+            return row if unknown else replace(row, note="in no plan of the layout")
         times = {"gradients": self.reduced, "activations": self.activations}.get(row.what, self.passes)
         due = planned.elements * (times if row.phase else 1)
         excess, wrong = row.elements - due, False

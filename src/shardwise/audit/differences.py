@@ -15,15 +15,7 @@ from itertools import permutations
 from typing import Literal, NamedTuple
 
 from shardwise.audit.calls import MESSAGES, Call
-from shardwise.audit.desync import (
-    CallSignature,
-    Mismatch,
-    both_ends,
-    describe,
-    grouped,
-    mismatches,
-    signature_of,
-)
+from shardwise.audit.desync import CallSignature, Mismatch, both_ends, describe, grouped, mismatches, signature_of
 from shardwise.audit.reading import RankRecording
 from shardwise.codec import Json
 from shardwise.report.units import format_ranks

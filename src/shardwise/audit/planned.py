@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from shardwise.audit.axes import TENSOR
 from shardwise.audit.reading import RankRecording
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part
 from shardwise.model.operations import LinearOp, Width
 from shardwise.predict.memory.step import gradient_bytes, optimizer_bytes, parameter_bytes
@@ -46,17 +46,18 @@ class Planned:
     """Name -> elements of a trained parameter there."""
 
 
-def planned_step(recordings: Sequence[RankRecording], layout: Layout, tokens: int) -> Planned | None:
-    """The plan of the first rank whose parameters are known; None without one, or where the layout does not suit them.
+def planned_step(one: RankRecording, layout: Layout, tokens: int, model: ModelConfig | None = None) -> Planned | None:
+    """The plan of a rank; None where its parameters are not known, or the layout does not suit them.
 
-    tokens: of a micro-batch, for activations; 0 where they are not known.
+    tokens: of a micro-batch, for activations; 0 where they are not known. model: the program's, where the recording has
+    none.
     """
-    one = next((one for one in recordings if one.model is not None), None)
-    if one is None:
-        return None
     inner = replace(layout, pp=1, schedule=Layout().schedule, virtual=1)  # a recording has its stage's parameters
+    described = blueprint_of(one, inner) if one.model is not None else model if layout.pp == 1 else None
+    if described is None:
+        return None
     try:
-        plan = unit_plan(blueprint_of(one, inner), inner, Workload(seq=max(1, tokens), batch=inner.dp))
+        plan = unit_plan(described, inner, Workload(seq=max(1, tokens), batch=inner.dp))
         rows: dict[tuple[str, str, str], PlannedRow] = {}
         for row in weight_ledger(plan):
             if row.axes == TENSOR and not tokens:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.audit.calls import Call
+from shardwise.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,6 @@ class StepMark:
     """1, 2, ..."""
     time: float
     """Seconds of the clock."""
-    waited: float
-    """Seconds of the step in `Work.wait`."""
     bytes: Mapping[str, int] | None
     """Class -> bytes, of the steps that were measured."""
 
@@ -36,7 +35,6 @@ class RankRecording:
     pid: int = 0
     host: str = ""
     begin: float = 0.0
-    backend: str = ""
     steps: tuple[StepMark, ...] = ()
     model: tuple[str, int, dict[str, Any] | None, list[Any]] | None = None
     """(class, parameters of this rank, Hugging Face's configuration, [name, shape, dtype, trained,
@@ -51,6 +49,8 @@ class RankRecording:
     """Seconds of the clock when its process was seen to be gone."""
     position: tuple[float, str, str] | None = None
     """(seconds of the clock, file:line, innermost function) of a program that makes no call for a while."""
+    zero: int | None = None
+    """Stage that DeepSpeed's engine has."""
     stale: int = 0
     """Parameters that the optimizer has from before they were sharded."""
     lost: int = 0
@@ -76,8 +76,7 @@ class _Lines:
     def add(self, kind: str, items: list[Any]) -> None:
         match kind:
             case "rank":
-                names = ("rank", "world", "pid", "host", "begin")
-                self.values |= dict(zip(names, items, strict=False)) | {"backend": items[6]}
+                self.values |= dict(zip(("rank", "world", "pid", "host", "begin"), items, strict=False))
             case "group":
                 self.groups[items[0]] = items[1], tuple(items[2])
             case "place":
@@ -90,7 +89,7 @@ class _Lines:
                 self.steps.append(StepMark(*items))
             case "model" | "pipeline":
                 self.values[kind] = tuple(items)
-            case "exit" | "stale":
+            case "exit" | "stale" | "zero":
                 self.values[kind] = items[0]
             case "error":
                 self.values["error"] = tuple(items)
@@ -109,8 +108,11 @@ class _Lines:
 def _read(file: Path) -> RankRecording | None:
     lines = _Lines()
     for text in file.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut off with the process
-        kind, *items = json.loads(text)
-        lines.add(kind, items)
+        try:
+            kind, *items = json.loads(text)
+            lines.add(kind, items)
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise UserError(f"{file} is damaged, or of another version of shardwise: record it again") from None
     if not lines.values:
         return None
     now = file.with_suffix(".now")

@@ -11,10 +11,11 @@ Each line is a JSON list. Its first item is one of:
 - "place": number, file:line
 - "call": order, op, group, dtype, shape, input bytes, output bytes, peer, place, phase, engine, step, begin
 - "end": order, seconds of the clock
-- "step": steps, seconds of the clock, seconds waited in the step, bytes by class
+- "step": steps, seconds of the clock, bytes by class
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
   trained, shape on this rank] of each
 - "stale": parameters that the optimizer has from before they were sharded
+- "zero": stage of DeepSpeed's engine
 - "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
@@ -22,6 +23,8 @@ Each line is a JSON list. Its first item is one of:
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -32,6 +35,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from typing import Any
 
 VARIABLE = "SHARDWISE_AUDIT"
@@ -40,6 +44,8 @@ BEAT = 0.5
 """Seconds between two looks of the background thread: at works that end unseen, and at where the program is."""
 MEASURED_STEPS = 3
 """Steps whose bytes are counted: the state exists from the first one on."""
+SAMPLE = 0.001
+"""Seconds between two looks at the allocator in these steps, on CPUs."""
 
 OPS = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "allgather_": "all_gather",
@@ -120,8 +126,8 @@ class Recorder:
         self.torch, self.c10d, self.pid = torch, c10d, os.getpid()
         self.rank = c10d.get_rank()
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
-        self.base = f"{folder}/{self.rank}-{self.pid}"
-        self.file = os.open(f"{self.base}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.name = f"{folder}/{self.rank}-{self.pid}"
+        self.file = os.open(f"{self.name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.orders = itertools.count()
         self.groups: dict[str, tuple[int, list[int]]] = {}
         self.places: dict[str, int] = {}
@@ -129,11 +135,17 @@ class Recorder:
         self.pending: dict[int, tuple[Any, int]] = {}
         self.library: Any = None
         self.main = threading.main_thread().ident
-        self.step, self.waited, self.last, self.saved = 0, 0.0, time.time(), 0
+        self.step, self.last, self.saved = 0, time.time(), 0
         self.optimizer: int | None = None
         self.inside: list[Any] = []
         """Optimizers that are in a step, as None, and those within them that have ended theirs."""
-        self.weights: set[int] = set()
+        self.roots: Any = ()
+        """Modules that no other contains."""
+        importlib.import_module("torch._dynamo")  # as the first optimizer step does, but before bytes are counted
+        tensors = [_local(entry) for entry in gc.get_objects() if _is(entry, torch.Tensor)]
+        held = {_storage(entry): entry.untyped_storage().nbytes() for entry in tensors if entry.device.type == "cpu"}
+        self.base, self.peak = _allocated() - sum(held.values()), 0
+        """Bytes that the process has without its tensors, and the most of these."""
         about = (self.pid, socket.gethostname(), time.time(), torch.__version__, c10d.get_backend())
         self.write("rank", self.rank, c10d.get_world_size(), *about, sys.argv[:1])
 
@@ -237,15 +249,13 @@ class Recorder:
     def _wrap_wait(self) -> None:
         wait = self.c10d.Work.wait
 
-        def timed(work: Any, *args: Any, **kwargs: Any) -> Any:
-            begin = time.time()
+        def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
             result = wait(work, *args, **kwargs)
-            self.waited += time.time() - begin
             if id(work) in self.pending and not self.torch.cuda.is_initialized():
                 self.ended(self.pending.pop(id(work))[1])
             return result
 
-        self.c10d.Work.wait = timed
+        self.c10d.Work.wait = waited
 
     def _group(self, boxed: Any) -> tuple[int, list[int]]:
         """(number, global ranks) of a process group."""
@@ -310,10 +320,16 @@ class Recorder:
                 sizes = self._bytes(optimizer, wrapped)
             except Exception as error:
                 self.write("lost", repr(error))
-        self.write("step", self.step, time.time(), self.waited, sizes)
-        self.waited, self.saved = 0.0, 0
+        self.write("step", self.step, time.time(), sizes)
+        self.saved = 0
         if self.step == 1:
             self._model(optimizer)
+
+    def _look(self) -> int:
+        """Bytes of all tensors on CPUs now; keeps the most."""
+        total = _allocated() - self.base
+        self.peak = max(self.peak, total)
+        return total
 
     def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
         parameters = [_local(entry) for group in optimizer.param_groups for entry in group["params"]]
@@ -323,16 +339,15 @@ class Recorder:
             entry for one in wrapped for some in one.state.values() for entry in _flat(some) if _is(entry, tensor)
         ]
         state = list({id(entry): _local(entry) for entry in values}.values())
-        self.weights = {_storage(entry) for entry in parameters}
         cuda = self.torch.cuda
         if cuda.is_initialized():
             total, peak = cuda.memory_allocated(), cuda.max_memory_allocated()
         else:
-            with open("/proc/self/status") as file:
-                rows = dict(line.split(":", 1) for line in file)
-            total, peak = (int(rows[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        sizes = {"parameters": _size(parameters), "gradients": _size([g for g in gradients if g is not None])}
-        return {**sizes, "optimizer": _size(state), "saved": self.saved, "total": total, "peak": peak}
+            total, peak = self._look(), self.peak
+        held = {"parameters": parameters, "gradients": [g for g in gradients if g is not None], "optimizer": state}
+        sizes = {name: _size(some) for name, some in held.items()}
+        total = max(total, sum(sizes.values()))  # a small program's is less than what the process frees of its start
+        return {**sizes, "saved": self.saved, "total": total, "peak": max(peak, total)}
 
     def _wrap_backward(self) -> None:
         """Count the tensors that the graph has saved when a backward pass begins, in the steps that are measured."""
@@ -342,7 +357,8 @@ class Recorder:
         def counted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if 0 < self.step < MEASURED_STEPS:
                 try:
-                    self.saved = max(self.saved, _saved(tensors, self.weights))
+                    weights = {_storage(_local(p)) for root in self.roots for p in root.parameters()}
+                    self.saved = max(self.saved, _saved(tensors, weights))
                 except Exception as error:
                     self.write("lost", repr(error))
             return run(tensors, *args, **kwargs)
@@ -351,8 +367,6 @@ class Recorder:
 
     def _model(self, optimizer: Any) -> None:
         """The largest module that no other contains, and the pipeline's schedule, by a look at all objects."""
-        import gc
-
         module, objects = self.torch.nn.Module, gc.get_objects()
         for entry in objects:
             if type(entry).__module__ == "torch.distributed.pipelining.schedules" and hasattr(entry, "_n_microbatches"):
@@ -361,10 +375,13 @@ class Recorder:
                 break
         modules = [entry for entry in objects if _is(entry, module)]
         inner = {id(child) for entry in modules for child in entry._modules.values()}
-        roots = [(sum(p.numel() for p in entry.parameters()), entry) for entry in modules if id(entry) not in inner]
+        self.roots = weakref.WeakSet(entry for entry in modules if id(entry) not in inner)
+        roots = [(sum(p.numel() for p in entry.parameters()), entry) for entry in self.roots]
         if roots:
             count, root = max(roots, key=lambda item: item[0])
             while isinstance(getattr(root, "module", None), module):  # DDP and engines
+                if hasattr(root, "zero_optimization_stage"):
+                    self.write("zero", root.zero_optimization_stage())
                 root = root.module
             configs: list[Any] = [getattr(entry, "config", None) for entry in root.modules()]
             texts = [entry.to_json_string(use_diff=False) for entry in configs if hasattr(entry, "to_json_string")]
@@ -382,14 +399,21 @@ class Recorder:
     # -- The rank itself
 
     def _beat(self) -> None:
+        beat = 0.0
         while True:
-            time.sleep(BEAT)
+            sampled = 0 < self.step < MEASURED_STEPS and not self.torch.cuda.is_initialized()
+            time.sleep(SAMPLE if sampled else BEAT)
+            if sampled:
+                self._look()
+                if time.time() - beat < BEAT:
+                    continue
+            beat = time.time()
             for key, (work, order) in list(self.pending.items()):
                 if work.is_completed() and self.pending.pop(key, None):
                     self.ended(order)
             if time.time() - self.last > 2 * BEAT:
                 where, inner = self._position()
-                with open(f"{self.base}.now", "w") as file:
+                with open(f"{self.name}.now", "w") as file:
                     file.write(json.dumps([time.time(), where, inner]))
 
     def _position(self) -> tuple[str, str]:
@@ -462,6 +486,22 @@ def _local(tensor: Any) -> Any:
 
 def _size(tensors: list[Any]) -> int:
     return sum(entry.numel() * entry.element_size() for entry in tensors)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = (("values", ctypes.c_size_t * 10),)
+
+
+def _allocated() -> int:
+    """Bytes that glibc's malloc has given out, by itself and by mmap; resident bytes without it."""
+    try:
+        look = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    look.restype = _Mallinfo
+    values = look().values
+    return int(values[4] + values[7])
 
 
 def _storage(tensor: Any) -> int:

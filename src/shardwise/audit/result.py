@@ -14,6 +14,7 @@ from shardwise.audit.understanding import Understood, steady_calls, understand
 from shardwise.audit.waits import LateRank, late_ranks
 from shardwise.codec import Json
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes
 from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
@@ -57,8 +58,8 @@ class Audit(Json):
     difference: Difference | None
     traffic: tuple[RecordedRow, ...]
     bytes: Bytes | None
-    """The most of every class on any rank; None without an optimizer step. `total` is what the process or the device
-    had, less in `other` than that where the allocator does not tell."""
+    """The most of every class on any rank; None without an optimizer step. `total` is of the device's allocator, or
+    of the process's."""
     peak: int | None
     late: tuple[LateRank, ...]
     sent: int
@@ -101,12 +102,13 @@ class Audit(Json):
     json_keys = "* cause exit_code"
 
 
-def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Audit:
-    """The audit of a program that has ended. expect: the layout that it is compared with, else the recorded one."""
+def audit_of(job: AuditedJob, command: str, expect: Layout | None = None, model: ModelConfig | None = None) -> Audit:
+    """The audit of a program that has ended. expect: the layout that it is compared with, else the recorded one. model:
+    the program's, where no recording has one."""
     recordings = job.recordings
     understood = understand(recordings)
     held, peak = _held(recordings)
-    traffic, planned = compare_traffic(recordings, understood, expect)
+    traffic, planned = compare_traffic(recordings, understood, expect, model)
     known, _ = _held([one for one in recordings if one.model is not None][:1])
     more = beyond(known, planned.bytes, len(planned.trained)) if known and planned else []
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
@@ -184,7 +186,7 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
             (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
         ]
         yield "\nmemory: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
-        yield f"  at most {format_bytes(audit.peak or 0)} on a rank, libraries of the process included"
+        yield f"  at most {format_bytes(audit.peak or 0)} on a rank"
         yield from (f"  beyond the plan: {text}" for text in audit.beyond)
     for one in audit.late:
         lost, share = format_time(one.seconds), format_share(one.share)

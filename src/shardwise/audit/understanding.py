@@ -101,11 +101,21 @@ def _layout(
     shard, replicas = sizes.get(SHARDS, 1), sizes.get(DATA, 1)
     if groups.get(DATA) and groups.get(DATA) == groups.get(SHARDS):
         replicas = 1
+    known = next((one.zero for one in recordings if one.zero), None)
+    if stage and known is not None:
+        # With one micro-batch, stages 1 and 2 may make the same calls.
+        stage, reasons["zero"] = known, f"DeepSpeed's engine has stage {known}"
     keys: dict[str, Any] = {DATA: shard * replicas, TENSOR: sizes.get(TENSOR, 1), PIPELINE: sizes.get(PIPELINE, 1)}
     if stage:
         keys["zero"] = stage
         if shard > 1 and replicas > 1:
             keys[SHARDS] = shard
+    if scattered := any(
+        call.op == "reduce_scatter" and call.phase == "forward" and call.group in groups.get(TENSOR, ())
+        for call in calls
+    ):
+        reasons["sp"] = "activations are scattered in the forward pass"
+    keys["sp"] = int(scattered)
     pipeline = next((one.pipeline for one in recordings if one.pipeline), None)
     if keys[PIPELINE] > 1:
         keys |= _schedule(pipeline, calls, max(groups[PIPELINE], key=len), reasons)

@@ -29,6 +29,7 @@ from shardwise.records import dataclass
 if TYPE_CHECKING:
     from shardwise.audit.advice import AdviceRequest
     from shardwise.audit.job import AuditedJob
+    from shardwise.model import ModelConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BUDGETS = ("memory", "bytes")
@@ -42,7 +43,9 @@ class AuditOptions(CommandOptions):
     budget: str | None = arg("most of a rank: memory=8GB (all classes), bytes=1GB (sent per step)", "NAME=SIZE,...")
     out: Path | None = arg("keep the recording in this folder", "FOLDER")
     plan: Path | None = arg("compare files with this prediction (shardwise estimate --json > FILE)", "FILE")
-    model: str | None = arg("name or config.json of its model, for advice (the program's, where it has one)", "MODEL")
+    model: str | None = arg(
+        "name or config.json of its model, for advice, and for what is due where none is seen", "MODEL"
+    )
     cluster: str | None = arg("devices, for advice: what plan would do", "NAME", needs="seq batch")
     seq: int | None = arg("tokens per sequence, for advice", "N", read=lambda option, text: length_of(text),
                           needs="cluster")  # fmt: skip
@@ -61,9 +64,14 @@ def run(args: AuditOptions) -> int:
     if args.files and not (len(args.files) == 1 and any(args.files[0].glob("*.jsonl"))):
         return _files(args)
     expect, most = Layout.parse(args.expect) if args.expect else None, _budget(args.budget)
-    request = _advice_request(args)
+    model = None
+    if args.model:
+        from shardwise.model.catalog import resolve
+
+        model = resolve(args.model)
+    request = _advice_request(args, model)
     job = _read(args.files[0]) if args.files else _recorded(args)
-    audit = audit_of(job, shlex.join(args.program), expect)
+    audit = audit_of(job, shlex.join(args.program), expect, model)
     audit = replace(audit, failures=failures_of(audit, expect, most))
     if request is not None:
         from shardwise.audit.advice import advice
@@ -131,13 +139,12 @@ def _budget(text: str | None) -> dict[str, int]:
     return most
 
 
-def _advice_request(args: AuditOptions) -> AdviceRequest | None:
+def _advice_request(args: AuditOptions, model: ModelConfig | None) -> AdviceRequest | None:
     """Checked before the program runs: a wrong name must not cost its recording."""
     if args.cluster is None:
         return None
     from shardwise.audit.advice import AdviceRequest
-    from shardwise.model.catalog import resolve
     from shardwise.predict.arguments import as_cluster
 
     assert args.seq and args.batch
-    return AdviceRequest(as_cluster(args.cluster), args.seq, args.batch, resolve(args.model) if args.model else None)
+    return AdviceRequest(as_cluster(args.cluster), args.seq, args.batch, model)

@@ -34,7 +34,6 @@ def read_execution_trace(data: Mapping[str, Any], path: str) -> Recording:
             rank, call, group_name = _call(node, values, groups, rank)
             if call.op:
                 calls.append(replace(call, order=len(calls), comm=group_name))
-    rank = UNRANKED if rank is None else rank
     unknown = ["times", "lines of the program"] + (["groups"] if calls and not any(call.comm for call in calls) else [])
     ranked = tuple(replace(call, rank=rank) for call in calls)
     return Recording(rank, ranked, path=path, kind="execution trace", unknown=tuple(unknown))
@@ -47,8 +46,8 @@ def _values(node: Mapping[str, Any], side: str) -> list[Any]:
 
 
 def _call(
-    node: Mapping[str, Any], values: list[Any], groups: Mapping[str, tuple[int, ...]], rank: int | None
-) -> tuple[int | None, Call, str]:
+    node: Mapping[str, Any], values: list[Any], groups: Mapping[str, tuple[int, ...]], rank: int
+) -> tuple[int, Call, str]:
     """(rank, call, its group's name) of a node: by its attributes or, before schema 1.1, its inputs. An operation that
     is "" is no collective. A `gloo:` node names no group."""
     about = {item["name"]: item["value"] for item in node.get("attrs", ())}
@@ -56,7 +55,7 @@ def _call(
     name = str(node["name"])
     if name == _COMMS:
         name = str(about.get("collective_name", values[place] if place is not None else ""))
-        if rank is None and place is not None and isinstance(values[place - 1], int):
+        if rank == UNRANKED and place is not None and isinstance(values[place - 1], int):
             rank = values[place - 1]
     pair = values[place - 2] if place is not None else ""  # [name, description] since schema 1.0.3
     group = str(about.get("pg_name", pair[0] if isinstance(pair, list) and pair else ""))
@@ -104,7 +103,6 @@ def read_graph(data: bytes, path: str) -> Recording:
         nodes = [node for node in nodes if node.get(3) in (_SEND, _RECV, _COLLECTIVE) and "comm_type" in node["attr"]]
         nodes.sort(key=lambda node: int(node.get(1, 0)))
         rank = rank_in_name(path)
-        rank = UNRANKED if rank is None else rank
         calls: list[Call] = []
         for node in nodes:
             about, kind = node["attr"], node[3]

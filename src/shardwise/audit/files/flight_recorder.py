@@ -10,16 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.audit.calls import MESSAGES, Call, State
-from shardwise.audit.files.recording import (
-    UNRANKED,
-    Recording,
-    dtype_of,
-    nbytes,
-    operation,
-    rank_in_name,
-    ranks_of,
-    user_line,
-)
+from shardwise.audit.files.recording import Recording, dtype_of, nbytes, operation, rank_in_name, ranks_of, user_line
 
 _PEERS = re.compile(r"(send|recv)\w* (\d+)(->|<-)(\d+)")
 
@@ -33,7 +24,6 @@ def is_dump(data: Any) -> bool:
 def read_dump(data: Any, path: str) -> Recording:
     """A rank's dump. Raises what damaged entries raise."""
     rank = rank_in_name(path)
-    rank = UNRANKED if rank is None else rank
     entries = sorted(data["entries"] if isinstance(data, dict) else data, key=lambda e: int(e.get("record_id", 0)))
     config = data.get("pg_config") or {} if isinstance(data, dict) else {}
     groups = {str(name): ranks_of(about.get("ranks")) for name, about in config.items()}
@@ -67,10 +57,8 @@ def _call(entry: Mapping[str, Any], rank: int, order: int, group: tuple[int, ...
         return None
     dtypes = entry.get("input_dtypes") or entry.get("output_dtypes") or []
     shapes = entry.get("input_sizes") or []
-    inputs, outputs = (
-        nbytes(shapes, dtypes),
-        nbytes(entry.get("output_sizes") or [], entry.get("output_dtypes") or dtypes),
-    )
+    inputs = nbytes(shapes, dtypes)
+    outputs = nbytes(entry.get("output_sizes") or [], entry.get("output_dtypes") or dtypes)
     if op in MESSAGES:  # either list may have the message
         inputs = outputs = max(inputs, outputs)
     peers = _PEERS.search(name)

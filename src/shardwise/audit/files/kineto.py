@@ -12,7 +12,6 @@ from typing import Any
 from shardwise.audit.calls import Call
 from shardwise.audit.files.recording import (
     KERNEL,
-    UNRANKED,
     Interval,
     Recording,
     dtype_of,
@@ -60,7 +59,6 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     """One rank's trace. Raises what damaged events raise."""
     about = data.get("distributedInfo") or {}
     rank = int(about["rank"]) if "rank" in about else rank_in_name(path)
-    rank = UNRANKED if rank is None else rank
     base = int(data.get("baseTimeNanoseconds") or 0)
     complete = [item for item in data["traceEvents"] if isinstance(item, dict) and item.get("ph") == "X"]
     events = [_Event(item, base) for item in complete if item.get("cat") != "Trace"]

@@ -110,11 +110,11 @@ def ranks_of(value: object) -> tuple[int, ...]:
     return tuple(map(int, value)) if isinstance(value, (list, tuple)) else ()
 
 
-def rank_in_name(path: str) -> int | None:
-    """The rank in a file's name: nccl_trace_rank_3, worker3_step_12.json, fr_3.json."""
+def rank_in_name(path: str) -> int:
+    """The rank in a file's name, or `UNRANKED`: nccl_trace_rank_3, worker3_step_12.json, fr_3.json."""
     name = PurePath(path).name
     match = re.search(r"(?:rank|worker)[-_.]?(\d+)", name) or re.search(r"(?<=[-_.])(\d+)(?:\.[a-z]+)*$", name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else UNRANKED
 
 
 _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python\d|^<|[/\\]torch[/\\]")

@@ -1,0 +1,92 @@
+"""Bytes of an audit beside those that the program declares itself, and beside torch.profiler's in another rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.audited_programs import HEAD, MODELS, STEP, Program
+from harness.today import some_of
+from shardwise.audit.result import audit_of
+
+SIZES = {"width": 1024, "micro": 1, "steps": 3}
+KINDS = ("ddp", "by hand", "fsdp2", "fsdp2 kept", "fsdp1", "tp")
+SHARDED = ("fsdp2", "fsdp2 kept", "fsdp1")
+"""Kinds of which the profiler misses frees: another thread does them, when a collective ends."""
+PROFILED = """
+import os, json, torch
+folder = os.path.dirname(__file__)
+profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+if os.environ["RANK"] == "1":
+    profiler.start()
+"""
+DECLARED = """
+def local(t):
+    return getattr(t, "_local_tensor", t)
+def size(tensors):
+    return sum(local(t).numel() * local(t).element_size() for t in tensors if t is not None)
+def pack(t):
+    storage = local(t).untyped_storage()
+    if storage.data_ptr() not in {local(p).untyped_storage().data_ptr() for p in model.parameters()}:
+        saved[storage.data_ptr()] = storage.nbytes()
+    return t
+saved = {}
+"""
+WRITTEN = """
+    if step == 2:
+        if rank == 1:
+            profiler.stop()
+            profiler.export_chrome_trace(os.path.join(folder, "trace.json"))
+        own = [t for state in opt.state.values() for t in state.values()]
+        sizes = [size(model.parameters()), size(p.grad for p in model.parameters()), size(own), sum(saved.values())]
+        open(os.path.join(folder, f"{rank}.json"), "w").write(json.dumps(sizes))
+    saved.clear()
+    opt.zero_grad()
+dist.destroy_process_group()
+"""
+CALL = "model(torch.randn(4, 1024)).square().mean().backward()"
+PACKED = """saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(torch.randn(4, 1024)).square().mean()
+        loss.backward()"""
+
+
+def _program(kind: str) -> Program:
+    ranks, layout, model = MODELS[kind]
+    sizes = SIZES | {"layers": 8 if kind == "tp" else 4}  # 8 MB are buffers of the libraries
+    step = STEP.format(**sizes).replace("    opt.zero_grad()\n", WRITTEN).replace(CALL, PACKED)
+    head = HEAD.format(mistake="", rank=0, step=0, **sizes)
+    return Program(kind, ranks, layout, PROFILED + head + model.replace("{{", "{").replace("}}", "}") + DECLARED + step)
+
+
+def _profiled(trace: Path) -> tuple[int, int]:
+    """(bytes at the end, the most) of a profile. An address that is given out again was freed by another thread."""
+    live: dict[int, int] = {}
+    total = most = 0
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    for event in [event["args"] for event in sorted(events, key=lambda event: event["ts"])]:
+        total -= live.pop(event["Addr"], 0)
+        if event["Bytes"] > 0:
+            live[event["Addr"]] = event["Bytes"]
+            total += event["Bytes"]
+        most = max(most, total)
+    return total, most
+
+
+@pytest.mark.parametrize("kind", some_of(KINDS, 1, "memory"))
+def test_bytes_are_the_program_s_and_the_profiler_s(kind, audits, tmp_path) -> None:
+    job = audits.audit(_program(kind), tmp_path)
+    assert job.code == 0, (tmp_path / "log").read_text()
+    audit = audit_of(job, kind)
+    held, peak = audit.bytes, audit.peak
+    assert held is not None and peak is not None
+    declared = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [held.parameters, held.gradients, held.optimizer, held.saved] == declared[0] == declared[1]
+    total, most = _profiled(tmp_path / "trace.json")
+    print(f"{kind}: total {held.total:,} of {total:,}; peak {peak:,} of {most:,}")
+    if kind in SHARDED:
+        assert held.total < 1.03 * total and peak < 1.03 * most
+    else:
+        assert held.total == pytest.approx(total, rel=0.03) and peak == pytest.approx(most, rel=0.03)
