@@ -3,7 +3,8 @@
 `python tests/harness/class_jobs.py` writes docs/model_classes.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from harness.pool import run_ranks
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import DATA
+from shardwise.model.lora import Lora
 from shardwise.predict import estimate
 from shardwise.report.compare import compare
 from shardwise.report.step_report import StepReport
+from shardwise.runtime.module.adapters import stacks_of, target_of_stack
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.class_run import token_loss
 from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
@@ -25,7 +28,7 @@ from shardwise.runtime.module.split import split
 from shardwise.runtime.module.trace import trace
 from shardwise.runtime.module.verify import Verification, VerifyRequest
 
-ROWS, SEQ, STEPS = 4, 16, 2
+RANK, ROWS, SEQ, STEPS = 3, 4, 16, 2
 LAYOUT, PIPED = "dp=2,tp=2,zero=3", "pp=2"
 
 
@@ -69,16 +72,29 @@ def batch(model: ClassModel, step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(model: ClassModel) -> nn.Module:
-    """The class, with the same weights wherever it is built."""
+    """The class, with the same weights wherever it is built, and no factor of an adapter that is zero."""
     torch.manual_seed(0)
     module = model()
     use_exact_products(module)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
     return module.eval()
+
+
+def adapted(model: ClassModel) -> ClassModel:
+    """With adapters beside all of its maps but the head, and its stacked experts."""
+    blank = model.blank()
+    head = blank.get_output_embeddings()  # type: ignore[operator]
+    maps = {name.rpartition(".")[2] for name, child in blank.named_modules()
+            if type(child) is nn.Linear and child is not head}  # fmt: skip
+    return replace(model, lora=Lora(RANK, 5.0, (*sorted(maps), *sorted({*map(target_of_stack, stacks_of(blank))}))))
 
 
 def one_device(model: ClassModel) -> ClassOutcome:
     module, outcome = plain(model).double(), ClassOutcome([], [])
-    optimizer = adamw(module.parameters())
+    optimizer = adamw(p for p in module.parameters() if p.requires_grad)
     for step in range(STEPS):
         loss, count = token_loss(module, batch(model, step))
         optimizer.zero_grad()
@@ -118,13 +134,16 @@ def predicted(model: ClassModel, parts: ClassSplit, layout: Layout) -> StepRepor
         return None
 
 
-def check(model_type: str, layout: str = LAYOUT) -> ClassCheck:
-    """Raises `UserError` for a layout that the class cannot have."""
+def check(model_type: str, layout: str = LAYOUT, lora: bool = False) -> ClassCheck:
+    """lora: with adapters. Raises `UserError` for a layout that the class cannot have."""
     model, layout = small(model_type, layout)
+    model = adapted(model) if lora else model
     parsed = Layout.parse(layout)
     parts, wanted = model.split(parsed, SEQ), model.verification(parsed)
     exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, wanted["example"], parts.plan, None, model.tolerance, parts.parts)
+    request = VerifyRequest(
+        partial(plain, model), exact, wanted["example"], parts.plan, None, model.tolerance, parts.parts
+    )
     outcomes, alone = run_ranks("harness.class_jobs:train_class", parsed.ranks, (model, request)), one_device(model)
     verification = first_difference([outcome.difference for outcome in outcomes])
     published = parts.plan is None

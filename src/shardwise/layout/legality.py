@@ -76,7 +76,7 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
     if model.experts and layout.gathers_outputs:
         raise LayoutError(f"tpkind=gathered has no form for the experts of {model.name}: choose tpkind=megatron")
     if model.lora:
-        _check_adapters(layout, model, workload)
+        check_adapters(layout, model, workload)
     if model.attention_dropout and layout.attention == "sdpa":
         raise LayoutError(
             f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot "
@@ -115,7 +115,7 @@ def check_ranks(layout: Layout, ranks: int) -> None:
         )
 
 
-def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
+def check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
     """Raise `LayoutError` for what frozen weights cannot have yet. Without a workload, any layout may store them."""
     for key, value in changed(layout).items() if workload is not None else ():
         if "unadapted" in key.marks:

@@ -332,8 +332,9 @@ class UnitPlan:
             found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
             dtype = "uint8" if narrow and narrow[0].parameter.dtype == NF4 else INT8
             found += [self._frozen_unit(int8_of(name), narrow, f"{slot} int8", dtype)] if narrow else []
-        if experts:
-            found.append(self._experts_unit(part, experts))
+        for frozen in (False, True):
+            if of := [p for p in experts if p.parameter.frozen == frozen]:
+                found.append(self._experts_unit(part, of, frozen))
         return found
 
     def _placed_in(self, part: str) -> list[Placed]:
@@ -377,9 +378,13 @@ class UnitPlan:
 
         return tuple(sorted(placed, key=order))
 
-    def _experts_unit(self, part: str, placed: list[Placed]) -> Unit:
+    def _experts_unit(self, part: str, placed: list[Placed], frozen: bool) -> Unit:
         """The experts of a block, whose replicas are other ranks than those of all else."""
         name, slot = experts_of(part), f"{self._slot(part)} experts"
+        if frozen:
+            shard, replicate = (EDP, ()) if self.layout.stage == 3 else ((), EDP)
+            unit = self._sharded(frozen_of(name), tuple(placed), f"{slot} frozen", shard, replicate, 1)
+            return replace(unit, reduce=(), frozen=True)
         if self.layout.stage:
             return self._sharded(name, tuple(placed), slot, EDP, (), 1)
         return self._sharded(name, tuple(placed), slot, (), EDP, self.mesh.size(EDP))
@@ -480,7 +485,7 @@ class UnitPlan:
 
     def units_of(self, part: str) -> list[Unit]:
         """The units whose weights `part` reads."""
-        names = [part, frozen_of(part), int8_of(part), experts_of(part)]
+        names = [part, frozen_of(part), int8_of(part), experts_of(part), frozen_of(experts_of(part))]
         if part in self.blueprint.sharing:
             names = ["tied", frozen_of("tied"), *names]
         return [self.by_name[name] for name in names if name in self.by_name]

@@ -272,7 +272,7 @@ class ModelConfig(Json):
                 raise UserError(f"model {self.name!r}: {field} must be an integer of at least 0, not {value!r}")
         if not 0.0 <= self.rotary_fraction <= 1.0:
             raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
-        if self.lora and (self.experts or self.latent_attention):
+        if self.lora and not self.counted and (self.experts or self.latent_attention):
             what = "experts" if self.experts else "latent attention"
             raise UserError(f"model {self.name!r}: there are no adapters for {what} yet; leave lora out")
         if self.rotated % 2:

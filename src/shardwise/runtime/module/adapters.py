@@ -1,9 +1,11 @@
-"""Low-rank adapters beside the linear maps of a user's module."""
+"""Low-rank adapters beside the linear maps, and the stacked experts, of a user's module."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder.modules import Adapted
 from shardwise.errors import UserError, did_you_mean
-from shardwise.model.adapters import SCALE
+from shardwise.model.adapters import SCALE, A, B
 from shardwise.model.lora import Lora
 
 
@@ -29,48 +31,136 @@ class AdaptedMap(Adapted, nn.Linear):
         nn.Linear.reset_parameters(self)
         self.reset_factors(torch.default_generator)
 
-    @torch.no_grad()
     def reset_factors(self, generator: torch.Generator) -> None:
         """B is zero; A has the variance of `peft`'s default."""
-        self.lora_a.normal_(0.0, (3 * self.in_features) ** -0.5, generator=generator)
-        self.lora_b.zero_()
+        _reset(self.lora_a, self.lora_b, self.in_features, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) + self.low(x)
 
 
+class AdaptedExperts(nn.Module):
+    """Stacked experts with adapters beside some of their weights [experts, rows, columns], which compute by their own
+    forward with W + scale B A: as of `peft`'s `target_parameters`."""
+
+    adapted: tuple[str, ...] = ()
+    """Names of these weights. A is [experts, rank, columns], B [experts, rows, rank]."""
+    scale: float
+
+    def adapt(self, leaf: str, lora: Lora) -> None:
+        """Give a weight an adapter."""
+        weight = self.get_parameter(leaf)
+        count, rows, columns = weight.shape
+        self.adapted, self.scale = (*self.adapted, leaf), lora.scale
+        for factor, shape in ((A, (lora.rank, columns)), (B, (rows, lora.rank))):
+            self.register_parameter(f"{leaf}_{factor}", nn.Parameter(weight.new_empty(count, *shape)))
+
+    def reset_parameters(self) -> None:
+        """As of `AdaptedMap`."""
+        if (own := getattr(super(), "reset_parameters", None)) is not None:
+            own()
+        self.reset_factors(torch.default_generator)
+
+    def reset_factors(self, generator: torch.Generator) -> None:
+        """As of `AdaptedMap`: the factor at the side of the outputs, which may be the columns, is zero."""
+        for leaf in self.adapted:
+            a, b = (self.get_parameter(f"{leaf}_{factor}") for factor in (A, B))
+            inner, outer = (b, a) if columns_out(self) else (a, b)
+            _reset(inner, outer, inner.shape[1 if inner is b else 2], generator)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        for leaf in self.adapted:
+            weight, a, b = (self.get_parameter(name) for name in (leaf, f"{leaf}_{A}", f"{leaf}_{B}"))
+            self.__dict__[leaf] = torch.baddbmm(weight, b, a, alpha=self.scale)
+        try:
+            out: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for leaf in self.adapted:
+                self.__dict__.pop(leaf, None)
+        return out
+
+
+def columns_out(experts: nn.Module) -> bool:
+    """Whether stacked weights are [experts, inputs, outputs]."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+@torch.no_grad()
+def _reset(inner: Tensor, outer: Tensor, inputs: int, generator: torch.Generator) -> None:
+    inner.normal_(0.0, (3 * inputs) ** -0.5, generator=generator)
+    outer.zero_()
+
+
+@cache
+def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
+
+
+def stacks_of(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Name -> (owner, last name) of every weight [experts, rows, columns] of a module that says how many experts it
+    has."""
+    return {
+        f"{name}.{leaf}": (child, leaf)
+        for name, child in module.named_modules()
+        for leaf, parameter in child._parameters.items()
+        if parameter is not None and parameter.dim() == 3 and len(parameter) == getattr(child, "num_experts", None)
+    }
+
+
+def target_of_stack(name: str) -> str:
+    """The target that names stacked weights: the last two steps of their path, such as `experts.down_proj`."""
+    return ".".join(name.split(".")[-2:])
+
+
 def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> None:
-    """Freeze a module, and give adapters to its `nn.Linear` maps with a last name among `lora.targets`; to all, without
-    these, but the output head of a `transformers` model. With `lora.base` all `nn.Linear` in `blocks` (paths) have room
-    for scales, and `split` keeps their weights in 8 bits. Raises `UserError` for an unknown name."""
+    """Freeze a module, and give adapters to its `nn.Linear` maps with a last name among `lora.targets`, and to stacked
+    experts with the last two names; without these to all maps but the output head of a `transformers` model. With
+    `lora.base` all `nn.Linear` in `blocks` (paths) have room for scales, and `split` keeps their weights in 8 bits.
+    Raises `UserError` for an unknown name."""
+    lora.check_trains()
     head = getattr(module, "get_output_embeddings", lambda: None)()
     maps = {name: child for name, child in module.named_modules(remove_duplicate=False) if type(child) is nn.Linear}
-    leaves = {name.rpartition(".")[2] for name in maps}
-    lora.check_trains()
-    for target in lora.targets:
-        if target not in leaves:
-            hint = did_you_mean(target, sorted(leaves), "maps:")
-            raise UserError(f"lora: {type(module).__name__} has no nn.Linear named {target!r}; {hint}")
+    stacks = stacks_of(module)
+    _check_targets(module, lora, {name.rpartition(".")[2] for name in maps} | {*map(target_of_stack, stacks)})
     chosen = {
         name: child
         for name, child in maps.items()
         if (name.rpartition(".")[2] in lora.targets if lora.targets else child is not head)
     }
-    if not chosen:
+    stacked = {name: at for name, at in stacks.items() if target_of_stack(name) in lora.targets}
+    if not chosen and not stacked:
         raise UserError(f"lora: {type(module).__name__} has no nn.Linear to adapt")
     module.requires_grad_(False)
-    made: dict[nn.Module, AdaptedMap] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for name, child in chosen.items():
         if child not in made:
             made[child] = AdaptedMap(child, lora)
-            if not child.weight.is_meta:
-                device = child.weight.device
-                made[child].reset_factors(torch.Generator(device).manual_seed(zlib.crc32(name.encode())))
+            _start(made[child], name)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, made[child])
+    for owner, leaf in stacked.values():
+        if not isinstance(owner, AdaptedExperts):
+            owner.__class__ = _with_adapters(type(owner))
+        owner.adapt(leaf, lora)  # type: ignore[operator]
+    for name in {name.rpartition(".")[0]: None for name in stacked}:
+        _start(module.get_submodule(name), name)
     if lora.base:
         inside = [name for name in maps if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
-        _add_scales(module, [made.get(maps[name], maps[name]) for name in inside])
+        _add_scales(module, [made.get(maps[name], maps[name]) for name in inside])  # type: ignore[misc]
+
+
+def _check_targets(module: nn.Module, lora: Lora, names: Iterable[str]) -> None:
+    for target in lora.targets:
+        if target not in names:
+            hint = did_you_mean(target, sorted(names), "maps:")
+            raise UserError(f"lora: {type(module).__name__} has no nn.Linear named {target!r}; {hint}")
+
+
+def _start(adapted: nn.Module, name: str) -> None:
+    """Initial factors by a module's name."""
+    device = next(adapted.parameters()).device
+    if device.type != "meta":
+        adapted.reset_factors(torch.Generator(device).manual_seed(zlib.crc32(name.encode())))  # type: ignore[operator]
 
 
 def _add_scales(module: nn.Module, maps: list[nn.Linear]) -> None:

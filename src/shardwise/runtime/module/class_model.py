@@ -19,6 +19,7 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import read_fields, to_huggingface
+from shardwise.model.lora import Lora
 from shardwise.runtime.module.legality import fewest_micro_batches
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModel")
 """Classes by configuration, for a config.json that names no class."""
-_CHANGES = ("name", "layers", "vocab", "counted", "published_params")
+_CHANGES = ("name", "layers", "vocab", "counted", "published_params", "lora")
 """Fields of a model that may differ from those of its config.json."""
 EXACT, ROUNDED = 1e-9, 1e-6
 """Largest error of a verification in float64: of a class, and of one whose code computes in fp32."""
@@ -41,6 +42,8 @@ class ClassModel:
     data: Mapping[str, Any]
     """Contents of a config.json."""
     name: str
+    lora: Lora | None = None
+    """Adapters of its maps and experts, all else being frozen."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> ClassModel:
@@ -49,7 +52,7 @@ class ClassModel:
         if find_spec("transformers") is None:
             raise UserError(f"{model.name} is built by its class of transformers: pip install transformers")
         if model.counted is None:
-            return cls(to_huggingface(model), model.name)
+            return cls(to_huggingface(model), model.name, model.lora)
         before = read_fields(dict(model.counted.source), model.name)
         for field in fields(model):
             if field.name not in _CHANGES and getattr(model, field.name) != getattr(before, field.name):
@@ -57,7 +60,7 @@ class ClassModel:
                     f"--set {field.name}: of a model by its class of transformers layers and vocab alone can be set: "
                     "change its config.json"
                 )
-        made = cls(model.counted.source, model.name)
+        made = cls(model.counted.source, model.name, model.lora)
         text, changed = made._text, {}
         if text.vocab_size != model.vocab:
             changed["vocab_size"] = model.vocab
@@ -111,6 +114,15 @@ class ClassModel:
         except Exception as error:
             raise UserError(f"{self.name}: {self.kind.__name__} cannot be built: {_line(error)}") from None
         module.tie_weights()  # type: ignore[operator]
+        return self._adapted(module)
+
+    def _adapted(self, module: nn.Module) -> nn.Module:
+        """With its adapters. Raises `UserError` for targets that the class has not."""
+        if self.lora is not None:
+            from shardwise.runtime.module.adapters import add_adapters
+            from shardwise.runtime.module.describe import find_blocks
+
+            add_adapters(module, self.lora, find_blocks(module, None))
         return module
 
     def blank(self, **options: Any) -> nn.Module:
@@ -135,7 +147,7 @@ class ClassModel:
             if names := sorted(map(str, about.get(f"{what}_keys", ()))):
                 raise UserError(f"{folder}: {what} in its weights for {self.kind.__name__}: {names[0]}"
                                 + f" and {len(names) - 1} more" * (len(names) > 1))  # fmt: skip
-        return module  # type: ignore[no-any-return]
+        return self._adapted(module)
 
     def inputs(self, rows: int, seq: int) -> dict[str, Any]:
         """Random tokens as the arguments of a forward pass. Raises `UserError` for a class that takes others."""
@@ -216,19 +228,20 @@ class ClassModel:
         return self._with({**data, inside: {**data[inside], **fields}} if inside else {**data, **fields})
 
     def _with(self, data: Mapping[str, Any]) -> ClassModel:
-        return ClassModel({**data, "architectures": self.data.get("architectures")}, self.name)
+        return replace(self, data={**data, "architectures": self.data.get("architectures")})
 
     def split(self, layout: Layout, seq: int) -> ClassSplit:
         """How the layout cuts it: by the plans that its class publishes, else by what `suggest` finds, and the order of
         a forward pass. Raises `UserError` for a layout that it cannot have, and inside a job."""
         from shardwise.runtime.module.describe import find_blocks
 
-        module = self.blank()
+        plain = replace(self, lora=None)
+        module = plain.blank()
         blocks = find_blocks(module, None)
         if not blocks:
             raise UserError(f"{self.name}: {self.kind.__name__} has no list of blocks")
-        parts = self._order(blocks, self.inputs(2, seq)) if layout.pp > 1 else None
-        return self.divided(layout, self._plan(module, layout) if layout.tp > 1 else None, parts)
+        parts = plain._order(blocks, self.inputs(2, seq)) if layout.pp > 1 else None
+        return self.divided(layout, plain._plan(module, layout) if layout.tp > 1 else None, parts)
 
     def divided(self, layout: Layout, plan: Mapping[str, str] | None, parts: Sequence[str] | None) -> ClassSplit:
         """The model under a layout by the plan and parts of `split`. Raises `UserError`."""

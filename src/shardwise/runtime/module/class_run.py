@@ -97,7 +97,7 @@ class ClassRun(TrainingRun):
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> ClassProgram:  # type: ignore[override]
         config, module = self.config, self._split.module
         values: Values = MetaValues(module, config.seed, self._model)
-        if config.weights and not config.resume:
+        if config.weights and (config.model.lora or not config.resume):
             self.pulse.work(f"the reading of {config.weights}")
             module = self._model.pretrained(Path(config.weights))
             values = values_of({name: parameter.detach() for name, parameter in module.named_parameters()})

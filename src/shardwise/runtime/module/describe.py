@@ -71,7 +71,8 @@ def describe(
         name = full.removeprefix(prefix)
         if any(alias.rpartition(".")[0] in experts.modules for alias in aliases):
             _check_apart(aliases, experts)
-            parts[part].append(stacked(name, tuple(parameter.shape), experts.widths.get(full, 0)))
+            width = experts.widths.get(full, 0)
+            parts[part].append(stacked(name, tuple(parameter.shape), width, not parameter.requires_grad))
         else:
             described = _parameter(module, name, aliases, parameter, styles, layout)
             parts[part].append(replace(described, sees_shards=sequence.sees_shards(aliases)))

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.styles import EXPERTS, STYLES, WIDTHS, path_of
+from shardwise.model.adapters import A, B
 from shardwise.model.blueprint import Parameter
 
 EXAMPLE = "plan={'blocks.*.experts': 'experts'}"
@@ -25,8 +26,9 @@ class ExpertPlan:
 
     modules: Mapping[str, int] = field(default_factory=dict)
     """Module of experts -> how many it has."""
-    widths: Mapping[str, int] = field(default_factory=dict)
-    """Parameter -> maps whose outputs tensor parallelism splits in it, or 0 for inputs, as in `WIDTHS`."""
+    widths: Mapping[str, int | None] = field(default_factory=dict)
+    """Parameter -> maps whose outputs tensor parallelism splits in it, or 0 for inputs, as in `WIDTHS`; None for an
+    adapter's factor at the other side, which every rank has whole, and a part of its gradient."""
     others: Mapping[str, str] = field(default_factory=dict)
     """The rest of the plan."""
 
@@ -107,10 +109,18 @@ def _of_weights(
 
 def _widths(
     named: Mapping[str, nn.Module], weights: Sequence[str], styles: Mapping[str, str], layout: Layout
-) -> dict[str, int]:
-    widths = {}
+) -> dict[str, int | None]:
+    widths: dict[str, int | None] = {}
     for weight in weights if layout.expert_tp > 1 else ():
-        packed = WIDTHS[styles[weight]] if weight in styles else None
+        adapted, factor = _factor(weight)
+        packed = WIDTHS[styles[adapted]] if adapted in styles else None
+        if factor and packed is not None and bool(packed) == (factor == A):
+            if layout.ep > 1:
+                raise LayoutError(
+                    f"etp={layout.expert_tp} splits the width of experts with adapters, which needs ep=1: choose etp=1"
+                )
+            widths[weight] = None
+            continue
         if packed is None:
             raise UserError(
                 f"plan: tp={layout.tp} splits each expert, and {weight} has no style for that: give it packed_column, "
@@ -126,10 +136,17 @@ def _widths(
     return widths
 
 
-def stacked(name: str, shape: tuple[int, ...], width: int) -> Parameter:
+def _factor(weight: str) -> tuple[str, str]:
+    """(the weight that a factor of an adapter is beside, which factor); or the weight itself, and nothing."""
+    factor = next((factor for factor in (A, B) if weight.endswith(f"_{factor}")), "")
+    return weight.removesuffix(f"_{factor}") if factor else weight, factor
+
+
+def stacked(name: str, shape: tuple[int, ...], width: int | None, frozen: bool = False) -> Parameter:
     """Stacked weights of experts, as rows by expert. name: inside its part; width: as in `ExpertPlan.widths`."""
     rows = shape[0] * shape[1] if len(shape) == 3 else shape[0]
+    whole = width is None
     return Parameter(
-        name, (rows, shape[-1]), decay=True, cut="expert", heads=shape[0], packed=width,
-        module_shape=shape if len(shape) == 3 else (),
+        name, (rows, shape[-1]), decay=True, cut="replicated" if whole else "expert", heads=0 if whole else shape[0],
+        partial=whole, frozen=frozen, packed=width or 0, module_shape=shape if len(shape) == 3 else (),
     )  # fmt: skip

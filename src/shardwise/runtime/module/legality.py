@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check_runnable, pipeline
 from shardwise.layout.keys import changed
-from shardwise.layout.legality import check_modes, check_narrow_base
+from shardwise.layout.legality import check_adapters, check_modes, check_narrow_base
 from shardwise.layout.optimizers import check_own
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
@@ -61,9 +61,7 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
     if not model.counted.source:
         raise LayoutError(f"{name}: {model.counted.reason}, and its config.json is not at hand")
     if model.lora:
-        raise LayoutError(
-            f"{name} is trained by its class of transformers, which has no adapters in a run yet: leave out --lora"
-        )
+        check_adapters(layout, model, workload)
     if workload.isolate_documents:
         raise LayoutError(
             f"{name}: its class of transformers attends across the documents of a packed sequence: leave out "
