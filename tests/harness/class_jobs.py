@@ -15,11 +15,12 @@ from harness.pool import run_ranks
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import DATA
+from shardwise.model.adapters import stacked_target
 from shardwise.model.lora import Lora
 from shardwise.predict import estimate
 from shardwise.report.compare import compare
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.module.adapters import stacks_of, target_of_stack
+from shardwise.runtime.module.adapters import stacks_of
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.class_run import token_loss
 from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
@@ -89,7 +90,7 @@ def adapted(model: ClassModel) -> ClassModel:
     head = blank.get_output_embeddings()  # type: ignore[operator]
     maps = {name.rpartition(".")[2] for name, child in blank.named_modules()
             if type(child) is nn.Linear and child is not head}  # fmt: skip
-    return replace(model, lora=Lora(RANK, 5.0, (*sorted(maps), *sorted({*map(target_of_stack, stacks_of(blank))}))))
+    return replace(model, lora=Lora(RANK, 5.0, (*sorted(maps), *sorted({*map(stacked_target, stacks_of(blank))}))))
 
 
 def one_device(model: ClassModel) -> ClassOutcome:

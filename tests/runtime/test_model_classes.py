@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,48 @@ def test_what_a_class_cannot_do_is_one_line_and_code_2(
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("runs/*/events.jsonl"))
+
+
+@pytest.mark.parametrize("family", some_of(FAMILIES, 2, "adapters of classes"))
+def test_adapters_of_a_class_train_as_on_one_device(family: str) -> None:
+    """Beside all of its maps and its stacked experts."""
+    result = check(family, lora=True)
+    assert result.verification, str(result.verification)
+    assert result.error < result.tolerance
+    assert result.ledger is not False
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: pip install peft")
+def test_adapters_are_trained_resumed_merged_and_read_by_peft(made: Path, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "text.txt").write_text("".join(f"{n} is {n * n % 97}, and so on. " for n in range(2500)))
+    words = ["--data", "text.txt", "--seq", "16", "--batch", "4", "--no-tensorboard"]
+    lora = "rank=4,targets=q_proj+o_proj+experts.down_proj+experts.gate_up_proj"
+    exact = "precision=fp32"
+    for command in (
+        ["train", "olmoe", "--layout", "dp=1", "--steps", "1", "--out", "base", *words],
+        ["checkpoint", "export", "base", "--dtype", "float32", "--out", "hub"],
+        ["train", "--weights", "hub", "--lora", lora, "--layout", f"dp=2,ep=2,zero=3,{exact}", "--steps", "4",
+         "--lr", "0.01", "--out", "one", *words],
+        ["train", "--resume", "one", "--layout", f"tp=2,etp=2,zero=1,{exact}", "--steps", "6", "--out", "two"],
+        ["checkpoint", "export", "two", "--out", "adapters"],
+        ["checkpoint", "merge", "two", "--out", "merged"],
+        ["train", "--weights", "hub", "--lora", "adapters", "--layout", f"pp=2,{exact}", "--steps", "1",
+         "--out", "three", *words],
+    ):  # fmt: skip
+        done = shardwise(*command, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    one, two, three = (TrainResult.read(tmp_path / name).summary for name in ("one", "two", "three"))
+    assert two["first_validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
+    assert three["first_validation_loss"] == pytest.approx(two["validation_loss"], rel=1e-5)
+    inputs = ClassModel(json.loads((made / "config.json").read_text()), "olmoe").inputs(2, 16)
+    logits = []
+    for folder, adapters in (("hub", None), ("hub", "adapters"), ("merged", None)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        model = model if adapters is None else peft.PeftModel.from_pretrained(model, tmp_path / adapters)
+        with torch.no_grad():
+            logits.append(model.eval()(**inputs).logits)
+    assert (logits[1] - logits[0]).abs().max() > 1e-3, "training must have moved the adapters"
+    assert (logits[2] - logits[1]).abs().max() < 1e-5

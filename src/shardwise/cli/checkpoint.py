@@ -166,12 +166,17 @@ class MergeAdapters(CommandOptions):
 
     def run(self) -> int:
         from shardwise.checkpoint import find
-        from shardwise.checkpoint.huggingface import merge, merge_checkpoint
+        from shardwise.checkpoint.huggingface import base_of, merge, merge_checkpoint
+        from shardwise.checkpoint.resharding import model_of as model_in
 
         if (self.adapters / "adapter_config.json").exists():
             made = merge(self.adapters, self.out, self.base, self.dtype)
+        elif (model := model_in(checkpoint := find(self.adapters))).counted:
+            from shardwise.runtime.module.class_export import export_class
+
+            made = export_class(checkpoint, model, self.out, self.dtype, base_of(checkpoint, self.base))
         else:
-            made = merge_checkpoint(find(self.adapters), self.out, self.base, self.dtype)
+            made = merge_checkpoint(checkpoint, self.out, self.base, self.dtype)
         what = f"merged weights, {made.tensors} tensors in {made.dtype}"
         return _written(self, made, what, {"dtype": made.dtype, "files": made.files})
 

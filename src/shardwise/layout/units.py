@@ -332,9 +332,9 @@ class UnitPlan:
             found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
             dtype = "uint8" if narrow and narrow[0].parameter.dtype == NF4 else INT8
             found += [self._frozen_unit(int8_of(name), narrow, f"{slot} int8", dtype)] if narrow else []
-        for frozen in (False, True):
-            if of := [p for p in experts if p.parameter.frozen == frozen]:
-                found.append(self._experts_unit(part, of, frozen))
+        for still in (False, True):
+            if some := [p for p in experts if p.parameter.frozen == still]:
+                found.append(self._experts_unit(part, some, still))
         return found
 
     def _placed_in(self, part: str) -> list[Placed]:

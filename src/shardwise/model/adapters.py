@@ -39,21 +39,38 @@ def with_adapters(whole: Blueprint, lora: Lora) -> Blueprint:
     return replace(whole, parts=tuple(_adapted(part, lora) for part in whole.parts))
 
 
+def stacked_target(name: str) -> str:
+    """The target that names stacked experts' weights: the last two steps of their path, as `experts.down_proj`."""
+    return ".".join(name.split(".")[-2:])
+
+
+def factor_of(name: str) -> tuple[str, str]:
+    """(the name of the weight beside which an adapter's factor is, A or B); empty ones for another parameter."""
+    factor = next((factor for factor in (A, B) if name.endswith(factor)), "")
+    owner = name.removesuffix(factor)
+    if not factor:
+        return "", ""
+    return (f"{owner}weight" if owner.endswith(".") else owner.removesuffix("_")), factor
+
+
 def names_of_map(weight: Parameter) -> list[str]:
-    """Names by which a map can be a target: ours, and that of Hugging Face's module."""
+    """Names by which a map can be a target: ours, and that of Hugging Face's module; of stacked experts one alone."""
+    if weight.cut == "expert":
+        return [stacked_target(weight.name)]
     theirs = [weight.foreign.tensor.split(".")[-2]] if weight.foreign else []
     return [weight.name.split(".")[-2], *theirs]
 
 
 def _maps(part: Part) -> list[Parameter]:
-    """The weights of the linear maps of a block, in the order of its operations."""
-    return [p for p in part.parameters if len(p.shape) == 2 and p.name.endswith(".weight")]
+    """The weights of the linear maps of a block, in the order of its operations, and stacked experts."""
+    return [p for p in part.parameters if len(p.shape) == 2 and (p.name.endswith(".weight") or p.cut == "expert")]
 
 
 def _adapted(part: Part, lora: Lora) -> Part:
     maps = _maps(part) if part.kind == "block" else []
-    ranks = {p.name: lora.rank for p in maps if not lora.targets or {*lora.targets} & {*names_of_map(p)}}
-    narrow = {p.name for p in maps} if lora.base else set()
+    named = {p.name: {*lora.targets} & {*names_of_map(p)} for p in maps}
+    ranks = {p.name: lora.rank for p in maps if named[p.name] or not (lora.targets or p.cut == "expert")}
+    narrow = {p.name for p in maps if p.cut != "expert"} if lora.base else set()
     weights: list[Parameter] = []
     for p in part.parameters:
         weights.append(replace(p, frozen=True, dtype=lora.base if p.name in narrow else ""))
@@ -61,13 +78,16 @@ def _adapted(part: Part, lora: Lora) -> Part:
             weights.append(_scales(p))
         if p.name in ranks:
             weights += _factors(p, lora.rank)
-    operations = tuple(_operations(part, [ranks.get(p.name, 0) for p in maps], lora.base))
+    operations = tuple(_operations(part, [(p.shape, ranks.get(p.name, 0)) for p in maps], lora.base))
     return replace(part, parameters=tuple(weights), operations=operations)
 
 
-def _operations(part: Part, ranks: list[int], base: str) -> Iterator[Operation]:
-    """A part's operations. ranks: of the adapters of its maps, 0 for none. base: dtype of their weights."""
-    rest = iter(ranks)
+def _operations(part: Part, ranks: list[tuple[tuple[int, ...], int]], base: str) -> Iterator[Operation]:
+    """A part's operations. ranks: (shape of a map, rank of its adapter, 0 for none), those of one shape in order. base:
+    dtype of their weights."""
+    rest: dict[tuple[int, ...], list[int]] = {}
+    for shape, rank in ranks:
+        rest.setdefault(shape, []).append(rank)
     for operation in part.operations:
         if isinstance(operation, AttentionCore) or (isinstance(operation, Elementwise) and operation.kind != "lookup"):
             if operation.kind != "bias gradients":
@@ -75,11 +95,11 @@ def _operations(part: Part, ranks: list[int], base: str) -> Iterator[Operation]:
         elif isinstance(operation, Elementwise):
             yield replace(operation, frozen=True)
         elif ranks:
-            adapters = tuple(next(rest) for _ in operation.outputs)
+            shapes = ((operation.count * out.size, operation.inputs.size) for out in operation.outputs)
+            adapters = tuple(rest[shape].pop(0) if rest.get(shape) else 0 for shape in shapes)
             yield replace(operation, frozen=True, adapters=adapters, base=base)
         else:
             yield replace(operation, frozen=True)
-    assert next(rest, None) is None, f"{part.name}: more maps than its operations have"
 
 
 def _scales(weight: Parameter) -> Parameter:
@@ -99,15 +119,18 @@ def _factors(weight: Parameter, rank: int) -> Iterator[Parameter]:
     """A and B of a map. The factor at the side that tensor parallelism cuts is cut with it; of the other one each rank
     has a part of the gradient, since it sees its own outputs, or inputs, alone.
 
-    As in `peft`, B starts at zero; A has the variance of its default, uniform within ± 1 / sqrt(inputs).
+    As in `peft`, B starts at zero; A has the variance of its default, uniform within ± 1 / sqrt(inputs). Those of
+    stacked experts are stacked.
     """
     outputs, inputs = weight.shape
-    row, replicated = weight.cut == "row", weight.cut == "replicated"
+    row, replicated, stacks = weight.cut == "row", weight.cut == "replicated", weight.cut == "expert"
     cuts: dict[str, Cut] = {A: "row" if row else "replicated", B: "replicated" if row else weight.cut}
-    for name, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
+    cuts = dict.fromkeys(cuts, weight.cut) if stacks else cuts
+    owner = f"{weight.name}_" if stacks else weight.name.removesuffix("weight")
+    for name, shape in ((A, ((weight.heads if stacks else 1) * rank, inputs)), (B, (outputs, rank))):
         whole = cuts[name] == "replicated"
         yield Parameter(
-            f"{weight.name.removesuffix('weight')}{name}",
+            f"{owner}{name}",
             shape,
             init="normal" if name == A else "zeros",
             std=(3 * inputs) ** -0.5,

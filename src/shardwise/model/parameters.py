@@ -25,7 +25,8 @@ def blueprint(model: Model) -> Blueprint:
 @lru_cache(maxsize=64)
 def _blueprint(config: ModelConfig) -> Blueprint:
     if config.counted:
-        return Blueprint(config.name, config.hidden, config.counted.parts)
+        whole = Blueprint(config.name, config.hidden, config.counted.parts)
+        return with_adapters(whole, config.lora) if config.lora else whole
     names, module = family_of(config).names, family_of(config).module
 
     def part(

@@ -6,13 +6,14 @@ transformers 5.23, which the tests read and write with.
 """
 
 from shardwise.checkpoint.huggingface.exporting import Exported, dtype_of, export
-from shardwise.checkpoint.huggingface.peft import PeftAdapters, export_adapters, merge, merge_checkpoint
+from shardwise.checkpoint.huggingface.peft import PeftAdapters, base_of, export_adapters, merge, merge_checkpoint
 from shardwise.checkpoint.huggingface.weights import HuggingFaceWeights, open_weights
 
 __all__ = [
     "Exported",
     "HuggingFaceWeights",
     "PeftAdapters",
+    "base_of",
     "dtype_of",
     "export",
     "export_adapters",

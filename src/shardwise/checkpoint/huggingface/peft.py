@@ -5,31 +5,34 @@ A folder has `adapter_config.json` and `adapter_model.safetensors`. Checked agai
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from shardwise.checkpoint.dtypes import convert, finite, numpy_dtype, raw
-from shardwise.checkpoint.geometry import Piece, full
+from shardwise.checkpoint.dtypes import bits, convert, finite, numpy_dtype, raw
+from shardwise.checkpoint.geometry import Piece, copy, full
 from shardwise.checkpoint.huggingface.companions import TOKENIZER, Companions, base_dtype, companions_of
 from shardwise.checkpoint.huggingface.exporting import DTYPES, Exported, OutputFolder, export_weights
 from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
 from shardwise.checkpoint.huggingface.weights import HuggingFaceWeights, checked, open_weights, read_parts
 from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.resharding import model_of
+from shardwise.checkpoint.resharding import model_of, subject_of
 from shardwise.checkpoint.writer import safetensors_header
 from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
-from shardwise.model.adapters import A, B, names_of_map
+from shardwise.model.adapters import PEFT_NAMES, PEFT_TRUNK, A, B, factor_of, stacked_target
 from shardwise.model.blueprint import ForeignSlice, Parameter
 from shardwise.model.lora import Lora
-from shardwise.model.parameters import blueprint, parameters
+from shardwise.model.parameters import Model, parameters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_READ = ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path", "init_lora_weights", "bias")
+_READ = (
+    "peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "base_model_name_or_path",
+    "init_lora_weights", "bias",
+)  # fmt: skip
 """Settings of `LoraConfig` that are read, or checked one by one."""
 _WITHOUT_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core",
@@ -40,12 +43,50 @@ _STARTS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base as it is; the others keep a base of their own."""
 
 
+@dataclass(frozen=True)
+class PeftPlace:
+    """Where `peft` stores a factor."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    stack: tuple[int, ...] = ()
+    """Shape of a factor of stacked experts, whose dims `peft` has in the order of `axes`; empty for others."""
+    axes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, p: Parameter, outer: int) -> "PeftPlace":
+        """Of a class of transformers, by the parameter's name. outer: adapted weights of the same experts after it,
+        around which `peft` wraps theirs."""
+        weight, factor = factor_of(p.name)
+        if not p.module_shape:
+            tensor = f"{PEFT_TRUNK}{weight.removesuffix('weight')}{PEFT_NAMES[factor]}"
+            return cls(tensor, p.shape)
+        inner = (factor == A) != p.transposed
+        axes = ((0, 2, 1) if p.transposed else (0, 1, 2)) if inner else ((2, 1, 0) if p.transposed else (1, 2, 0))
+        sizes = [p.module_shape[axis] for axis in axes]
+        shape = (sizes[0] * sizes[1], sizes[2]) if inner else (sizes[0], sizes[1] * sizes[2])
+        owner = f"{PEFT_TRUNK}{weight.rpartition('.')[0]}.{'base_layer.' * outer}"
+        return cls(f"{owner}{PEFT_NAMES[A if inner else B]}", shape, p.module_shape, axes)
+
+    def theirs(self, values: np.ndarray) -> np.ndarray:
+        """A factor's values in `peft`'s order."""
+        return np.ascontiguousarray(values.reshape(self.stack).transpose(self.axes)) if self.stack else values
+
+    def ours(self, values: np.ndarray) -> np.ndarray:
+        """The way back."""
+        if not self.stack:
+            return values
+        permuted = values.reshape([self.stack[axis] for axis in self.axes])
+        return np.ascontiguousarray(permuted.transpose(np.argsort(self.axes))).reshape(-1)
+
+
 class PeftAdapters:
     """The adapters in a folder: `model` has them, `read` gets them. Names are `model/<parameter>`."""
 
     def __init__(
-        self, folder: Path, model: ModelConfig, stored: dict[str, tuple[ForeignSlice, FileTensor]], base: str | None
-    ) -> None:
+        self, folder: Path, model: ModelConfig, stored: dict[str, tuple[Parameter, PeftPlace, FileTensor]],
+        base: str | None,
+    ) -> None:  # fmt: skip
         self.folder, self.model, self.base = folder, model, base
         self.dropout = 0.0
         """Dropout before the adapters with which they were trained. It does nothing in use, and is not there in
@@ -53,8 +94,9 @@ class PeftAdapters:
         self._stored = {f"model/{name}": place for name, place in stored.items()}
 
     @classmethod
-    def open(cls, folder: Path, base: ModelConfig) -> "PeftAdapters":
-        """The adapters in a folder, for this model, whose `lora` may say the base's dtype.
+    def open(cls, folder: Path, base: ModelConfig, parts: Model | None = None) -> "PeftAdapters":
+        """The adapters in a folder, for this model, whose `lora` may say the base's dtype. parts: of a model by its
+        class of transformers, with its adapters; without them the folder's tensors are not looked at.
 
         Raises `UserError` naming the file when there are none, a setting is not supported, or tensors are missing,
         unknown or of other shapes.
@@ -63,11 +105,12 @@ class PeftAdapters:
         lora = _lora_of(config, folder / CONFIG)
         model = base.replace(lora=replace(lora, base=base.lora.base) if base.lora else lora)
         tensors, stored = tensors_of(folder / WEIGHTS), {}
-        for p, place in _places(model):
+        unseen = model.counted is not None and parts is None
+        for p, place in () if unseen else _places(parts or model):
             if place.tensor not in tensors:
                 raise UserError(f"{folder / WEIGHTS} lacks {place.tensor}, which {CONFIG} says it has")
-            stored[p.name] = place, checked(tensors.pop(place.tensor), place.shape)
-        if tensors:
+            stored[p.name] = p, place, checked(tensors.pop(place.tensor), place.shape)
+        if tensors and not unseen:
             raise UserError(f"{folder / WEIGHTS} has {next(iter(tensors))}, which the adapters of {CONFIG} lack")
         name = config.get("base_model_name_or_path")
         found = cls(folder, model, stored, name if isinstance(name, str) else None)
@@ -80,15 +123,21 @@ class PeftAdapters:
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `UserError` unless these are exactly the tensors that are here (stored name -> shape)."""
-        if shapes != {name: place.shape for name, (place, _) in self._stored.items()}:
+        if shapes != {name: p.shape for name, (p, *_) in self._stored.items()}:
             raise UserError(f"{self.folder} has the adapters of another model")
 
     def read(self, tensor: str, piece: Piece | None = None, dtype: str | None = None) -> np.ndarray:
         """The elements of a piece of a factor, as `Checkpoint.read` gives them."""
-        place, file = self._stored[tensor]
-        piece, dtype = piece or Piece.whole(full(place.shape)), dtype or file.spec.dtype
+        p, place, file = self._stored[tensor]
+        piece, dtype = piece or Piece.whole(full(p.shape)), dtype or file.spec.dtype
         out = np.zeros(piece.numel, numpy_dtype(dtype))
-        read_parts(((0, place, file),), place.shape, piece, dtype, out)
+        whole = ForeignSlice(place.tensor, place.shape, 0, place.shape[0], place.shape[0])
+        if not place.stack:
+            read_parts(((0, whole, file),), place.shape, piece, dtype, out)
+            return out
+        stack, every = np.zeros(p.numel, numpy_dtype(dtype)), Piece.whole(full(place.shape))
+        read_parts(((0, whole, file),), place.shape, every, dtype, stack)
+        copy(bits(out), piece, bits(place.ours(stack)), Piece.whole(full(p.shape)))
         return out
 
 
@@ -123,26 +172,35 @@ def _check_settings(config: dict[str, Any], path: Path) -> None:
 
 def _lora_of(config: dict[str, Any], path: Path) -> Lora:
     _check_settings(config, path)
-    targets = config.get("target_modules")
-    if not isinstance(targets, list) or not targets:
+    targets, stacks = config.get("target_modules"), config.get("target_parameters") or []
+    if not isinstance(targets or [], list) or not isinstance(stacks, list) or not (targets or stacks):
         raise UserError(f"{path}: target_modules must be a list of names, not {targets!r}")
+    names = sorted({*(targets or []), *(stacked_target(str(name)) for name in stacks)})
     try:
-        return Lora(config["r"], config.get("lora_alpha", 8), tuple(sorted(targets)))
+        return Lora(config["r"], config.get("lora_alpha", 8), tuple(names))
     except KeyError:
         raise UserError(f"{path} lacks r, the rank") from None
 
 
-def _places(model: ModelConfig) -> Iterator[tuple[Parameter, ForeignSlice]]:
+def _places(model: Model) -> Iterator[tuple[Parameter, PeftPlace]]:
     """(parameter, its place) of every factor. Raises `UserError` where `peft` has no such adapter."""
-    for p in parameters(model):
-        if p.frozen:
-            continue
-        if p.foreign is None:
+    trained = [p for p in parameters(model) if not p.frozen]
+    within: dict[str, list[str]] = {}
+    """Module -> its weights that have adapters."""
+    for weight in dict.fromkeys(factor_of(p.name)[0] for p in trained):
+        within.setdefault(weight.rpartition(".")[0], []).append(weight)
+    for p in trained:
+        if not isinstance(model, ModelConfig):
+            weight, _ = factor_of(p.name)
+            beside = within[weight.rpartition(".")[0]]
+            yield p, PeftPlace.of(p, len(beside) - 1 - beside.index(weight))
+        elif p.foreign is None:
             raise UserError(
                 f"{p.name} adapts a part of a map that Hugging Face's {model.name} has as one: peft's format has an "
                 "adapter for all of it"
             )
-        yield p, p.foreign
+        else:
+            yield p, PeftPlace(p.foreign.tensor, p.foreign.shape)
 
 
 def export_adapters(checkpoint: Checkpoint, folder: Path | str) -> Exported:
@@ -151,29 +209,28 @@ def export_adapters(checkpoint: Checkpoint, folder: Path | str) -> Exported:
     model = model_of(checkpoint)
     if model.lora is None:
         raise UserError(f"{checkpoint.folder} has no adapters: its run trained all weights")
-    tensors = [(f"model/{p.name}", place.tensor, TensorSpec(p.shape, "float32")) for p, place in _places(model)]
-
+    places = list(_places(subject_of(checkpoint)))
+    specs = [(place.tensor, TensorSpec(place.shape, "float32")) for _, place in places]
     nonfinite: list[str] = []
 
     def contents() -> Iterator[bytes | memoryview]:
-        yield safetensors_header({"format": "pt"}, [(theirs, spec) for _, theirs, spec in tensors])
-        for ours, theirs, spec in tensors:
-            values = checkpoint.read(ours, None, spec.dtype)
+        yield safetensors_header({"format": "pt"}, specs)
+        for (p, place), (theirs, spec) in zip(places, specs, strict=True):
+            values = place.theirs(checkpoint.read(f"model/{p.name}", None, spec.dtype))
             nonfinite.extend([] if finite(values, spec.dtype) else [theirs])
             yield raw(values)
 
     base = checkpoint.manifest.about.get("weights")
     with OutputFolder.new(Path(folder)) as output:
         output.write(WEIGHTS, contents())
-        output.write_json(CONFIG, _config_of(model, model.lora, base if isinstance(base, str) else None))
-    nbytes = sum(spec.nbytes for *_, spec in tensors)
-    return Exported(output.folder, tuple(output.files), len(tensors), nbytes, tuple(nonfinite))
+        output.write_json(CONFIG, _config_of(places, model.lora, base if isinstance(base, str) else None))
+    nbytes = sum(spec.nbytes for _, spec in specs)
+    return Exported(output.folder, tuple(output.files), len(specs), nbytes, tuple(nonfinite))
 
 
-def _config_of(model: ModelConfig, lora: Lora, base: str | None) -> dict[str, Any]:
-    (block, *_) = blueprint(model).of_kind("block")
-    adapted = {p.name.removesuffix(A) + "weight" for p in block.parameters if p.name.endswith(f".{A}")}
-    targets = {names_of_map(p)[-1] for p in block.parameters if p.name in adapted}
+def _config_of(places: list[tuple[Parameter, PeftPlace]], lora: Lora, base: str | None) -> dict[str, Any]:
+    targets = {place.tensor.split(".")[-3] for _, place in places if not place.stack}
+    stacks = {stacked_target(factor_of(p.name)[0]) for p, place in places if place.stack}
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     return {
         "peft_type": "LORA",
@@ -183,6 +240,7 @@ def _config_of(model: ModelConfig, lora: Lora, base: str | None) -> dict[str, An
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(targets),
+        **({"target_parameters": sorted(stacks)} if stacks else {}),
         "bias": "none",
         "inference_mode": True,
     }
@@ -239,15 +297,22 @@ def merge_checkpoint(
 ) -> Exported:
     """`merge` of the adapters of a checkpoint. base: None for the weights that its run started from. Raises `UserError`
     as `merge`, and for a run without adapters."""
-    model, named = model_of(checkpoint), checkpoint.manifest.about.get("weights")
-    if model.lora is None:
+    model = model_of(checkpoint)
+    weights = open_weights(base_of(checkpoint, base), model)
+    return _merged(weights, model, checkpoint, folder, dtype, companions_of(checkpoint))
+
+
+def base_of(checkpoint: Checkpoint, base: Path | None) -> Path:
+    """The folder of the weights beside which a checkpoint's adapters were trained. Raises `UserError` for a run without
+    adapters, or without a folder."""
+    named = checkpoint.manifest.about.get("weights")
+    if model_of(checkpoint).lora is None:
         raise UserError(f"{checkpoint.folder} has no adapters: its run trained all weights (checkpoint export)")
     if base is None and not isinstance(named, str):
         raise UserError(
             f"{checkpoint.folder}: its run started from random weights, which are in no folder: give --base"
         )
-    weights = open_weights(base or Path(str(named)), model)
-    return _merged(weights, model, checkpoint, folder, dtype, companions_of(checkpoint))
+    return base or Path(str(named))
 
 
 def _named_base(adapters: Path) -> Path:

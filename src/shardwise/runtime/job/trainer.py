@@ -187,7 +187,7 @@ class TrainingRun:
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
         elif config.adapters:
-            adapters = PeftAdapters.open(Path(config.adapters), config.model)
+            adapters = PeftAdapters.open(Path(config.adapters), config.model, self.subject)
             start_adapters(self.program, adapters)
             if adapters.warning and self.rank == 0:
                 say(f"shardwise: warning: {adapters.warning}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder.modules import Adapted
 from shardwise.errors import UserError, did_you_mean
-from shardwise.model.adapters import SCALE, A, B
+from shardwise.model.adapters import SCALE, A, B, stacked_target
 from shardwise.model.lora import Lora
 
 
@@ -68,10 +67,13 @@ class AdaptedExperts(nn.Module):
             inner, outer = (b, a) if columns_out(self) else (a, b)
             _reset(inner, outer, inner.shape[1 if inner is b else 2], generator)
 
+    def whole(self, leaf: str) -> Tensor:
+        """W + scale B A."""
+        weight, a, b = (self.get_parameter(name) for name in (leaf, f"{leaf}_{A}", f"{leaf}_{B}"))
+        return torch.baddbmm(weight, b, a, alpha=self.scale)
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        for leaf in self.adapted:
-            weight, a, b = (self.get_parameter(name) for name in (leaf, f"{leaf}_{A}", f"{leaf}_{B}"))
-            self.__dict__[leaf] = torch.baddbmm(weight, b, a, alpha=self.scale)
+        self.__dict__.update({leaf: self.whole(leaf) for leaf in self.adapted})
         try:
             out: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -91,7 +93,6 @@ def _reset(inner: Tensor, outer: Tensor, inputs: int, generator: torch.Generator
     outer.zero_()
 
 
-@cache
 def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
 
@@ -107,11 +108,6 @@ def stacks_of(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def target_of_stack(name: str) -> str:
-    """The target that names stacked weights: the last two steps of their path, such as `experts.down_proj`."""
-    return ".".join(name.split(".")[-2:])
-
-
 def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> None:
     """Freeze a module, and give adapters to its `nn.Linear` maps with a last name among `lora.targets`, and to stacked
     experts with the last two names; without these to all maps but the output head of a `transformers` model. With
@@ -121,13 +117,13 @@ def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> N
     head = getattr(module, "get_output_embeddings", lambda: None)()
     maps = {name: child for name, child in module.named_modules(remove_duplicate=False) if type(child) is nn.Linear}
     stacks = stacks_of(module)
-    _check_targets(module, lora, {name.rpartition(".")[2] for name in maps} | {*map(target_of_stack, stacks)})
+    _check_targets(module, lora, {name.rpartition(".")[2] for name in maps} | {*map(stacked_target, stacks)})
     chosen = {
         name: child
         for name, child in maps.items()
         if (name.rpartition(".")[2] in lora.targets if lora.targets else child is not head)
     }
-    stacked = {name: at for name, at in stacks.items() if target_of_stack(name) in lora.targets}
+    stacked = {name: at for name, at in stacks.items() if stacked_target(name) in lora.targets}
     if not chosen and not stacked:
         raise UserError(f"lora: {type(module).__name__} has no nn.Linear to adapt")
     module.requires_grad_(False)
@@ -147,6 +143,21 @@ def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> N
     if lora.base:
         inside = [name for name in maps if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
         _add_scales(module, [made.get(maps[name], maps[name]) for name in inside])  # type: ignore[misc]
+
+
+@torch.no_grad()
+def merge_adapters(module: nn.Module) -> None:
+    """Add the adapters of a module to its weights, and leave them out of its state."""
+    for child in module.modules():
+        if isinstance(child, AdaptedMap):
+            child.weight.addmm_(child.lora_b, child.lora_a, alpha=child.scale)
+            del child.lora_a, child.lora_b
+        elif isinstance(child, AdaptedExperts):
+            for leaf in child.adapted:
+                child.get_parameter(leaf).copy_(child.whole(leaf))
+                delattr(child, f"{leaf}_{A}")
+                delattr(child, f"{leaf}_{B}")
+            child.adapted = ()
 
 
 def _check_targets(module: nn.Module, lora: Lora, names: Iterable[str]) -> None:

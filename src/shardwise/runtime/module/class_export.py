@@ -10,21 +10,28 @@ import torch
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface.exporting import Exported, OutputFolder, companions, dtype_of
 from shardwise.model import ModelConfig
+from shardwise.runtime.module.adapters import merge_adapters
 from shardwise.runtime.module.buffers import restore_buffers
 from shardwise.runtime.module.class_model import ClassModel
 
 
-def export_class(checkpoint: Checkpoint, model: ModelConfig, folder: Path, dtype: str | None = None) -> Exported:
+def export_class(
+    checkpoint: Checkpoint, model: ModelConfig, folder: Path, dtype: str | None = None, base: Path | None = None
+) -> Exported:
     """Write weights and config.json by the class's `save_pretrained`, and the tokenizer beside them. The model is whole
-    in memory. dtype: of floating-point tensors, as of `export`. Raises `UserError` as `export`."""
+    in memory. dtype: of floating-point tensors, as of `export`. base: the weights to which a checkpoint's adapters are
+    added, in fp32. Raises `UserError` as `export`."""
     made, dtype = ClassModel.of(model), dtype_of(checkpoint, dtype)
-    module, nonfinite = made(), []
+    module, nonfinite = made() if base is None else made.pretrained(base).float(), []
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
             values = torch.from_numpy(np.ascontiguousarray(checkpoint.read(f"model/{name}", dtype="float32")))
             parameter.copy_(values.view(parameter.shape))
             nonfinite += [] if bool(values.isfinite().all()) else [name]
         restore_buffers(module, checkpoint)
+        merge_adapters(module)
     module.to(getattr(torch, dtype))
     with OutputFolder.new(folder) as output:
         module.save_pretrained(folder)  # type: ignore[operator]

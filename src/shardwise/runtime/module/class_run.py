@@ -146,6 +146,10 @@ def planned(config: TrainConfig) -> TrainConfig:
             f"{model.name}: {model.kind.__name__} attends to later tokens, so it cannot learn the next one: set "
             "is_decoder in its configuration"
         )
+    if config.adapters and not config.resume:
+        from shardwise.checkpoint.huggingface import PeftAdapters
+
+        PeftAdapters.open(Path(config.adapters), config.model, split.described.blueprint)
     plan = None if split.plan is None else dict(split.plan)
     return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
 

@@ -17,7 +17,7 @@ from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched, 
 from shardwise.model.adapters import SCALE, A, B
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part, PartKind
 from shardwise.model.lora import INT8
-from shardwise.runtime.module.adapters import AdaptedMap
+from shardwise.runtime.module.adapters import AdaptedMap, columns_out
 from shardwise.runtime.module.chain import ENTRY, EXIT, Chain
 from shardwise.runtime.module.expert_plan import ExpertPlan, expert_plan, published_plan, stacked
 from shardwise.runtime.module.initial import is_meta
@@ -72,7 +72,8 @@ def describe(
         if any(alias.rpartition(".")[0] in experts.modules for alias in aliases):
             _check_apart(aliases, experts)
             width = experts.widths.get(full, 0)
-            parts[part].append(stacked(name, tuple(parameter.shape), width, not parameter.requires_grad))
+            stack = stacked(name, tuple(parameter.shape), width, not parameter.requires_grad)
+            parts[part].append(replace(stack, transposed=_is_transposed(module, full, parameter)))
         else:
             described = _parameter(module, name, aliases, parameter, styles, layout)
             parts[part].append(replace(described, sees_shards=sequence.sees_shards(aliases)))
@@ -193,6 +194,13 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def _is_transposed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a weight, or the weight beside a factor of an adapter, has its outputs as columns."""
+    owner, _, leaf = name.rpartition(".")
+    child = module.get_submodule(owner)
+    return (is_conv1d(child) and leaf == "weight") or (parameter.dim() == 3 and columns_out(child))
+
+
 def is_plain_map(module: nn.Module) -> bool:
     """Whether it is a linear map with the usual forward, and a weight that is a parameter: none that `weight_norm` or
     another parametrization computes."""
@@ -283,7 +291,7 @@ def _parameter(
         owner, _, leaf = alias.rpartition(".")
         style = styles.get(owner, MapStyle())
         cut = _cut(style, leaf)
-        transposed = is_conv1d(module.get_submodule(owner)) and leaf == "weight"
+        transposed = _is_transposed(module, alias, parameter)
         partial = partial or style.partial
         partial = partial or _sees_part(style, leaf)
         cuts.setdefault("column" if cut == "vocab" else cut, alias)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.styles import EXPERTS, STYLES, WIDTHS, path_of
-from shardwise.model.adapters import A, B
+from shardwise.model.adapters import A, factor_of
 from shardwise.model.blueprint import Parameter
 
 EXAMPLE = "plan={'blocks.*.experts': 'experts'}"
@@ -112,8 +112,8 @@ def _widths(
 ) -> dict[str, int | None]:
     widths: dict[str, int | None] = {}
     for weight in weights if layout.expert_tp > 1 else ():
-        adapted, factor = _factor(weight)
-        packed = WIDTHS[styles[adapted]] if adapted in styles else None
+        adapted, factor = factor_of(weight)
+        packed = WIDTHS[styles[adapted or weight]] if (adapted or weight) in styles else None
         if factor and packed is not None and bool(packed) == (factor == A):
             if layout.ep > 1:
                 raise LayoutError(
@@ -134,12 +134,6 @@ def _widths(
             raise LayoutError(f"tp={layout.tp} does not divide the width {size}{maps} of {weight}; or choose etp=1")
         widths[weight] = packed
     return widths
-
-
-def _factor(weight: str) -> tuple[str, str]:
-    """(the weight that a factor of an adapter is beside, which factor); or the weight itself, and nothing."""
-    factor = next((factor for factor in (A, B) if weight.endswith(f"_{factor}")), "")
-    return weight.removesuffix(f"_{factor}") if factor else weight, factor
 
 
 def stacked(name: str, shape: tuple[int, ...], width: int | None, frozen: bool = False) -> Parameter:
