@@ -49,7 +49,12 @@ def job_of(args: ServingOptions, report: str | None = None) -> ServingJob:
         options["pages"] = args.cache // page
         if not options["pages"]:
             raise UserError(f"--cache holds no page: one takes {page:,} bytes, not {args.cache:,}")
-    return ServingJob(model, layout, str(folder), **options)
+    job = ServingJob(model, layout, str(folder), **options)
+    if model.counted is None:
+        return job
+    from shardwise.serving.class_engine import planned
+
+    return planned(job)
 
 
 def fit_of(job: ServingJob) -> MemoryFit:

@@ -17,8 +17,9 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.context import CHUNK, PAGE, PageCut
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
 from shardwise.options import check_fields, option
-from shardwise.predict.serving_layout import check_generation, check_runs, plan_of
+from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 
 if TYPE_CHECKING:
@@ -67,12 +68,13 @@ class ServingJob(Json):
     )
     report: str | None = None
     """Folder for the ranks' notes, the source of a `StepReport` for every engine step."""
+    class_plan: dict[str, str] | None = None
+    """Plan of tensor parallelism of a model by its class of transformers; None for the one that the class publishes."""
     emulate: float = 0.0
     """Seconds that a stage waits in every engine step in place of its arithmetic; 0 computes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_runs(self.model)
         check_generation(self.layout, self.model)
         PageCut(self.page, self.layout.cp)
         if self.prompts == "same" and self.layout.stage < 3:
@@ -131,8 +133,9 @@ class Weights(Protocol):
     ) -> np.ndarray: ...
 
 
-def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights]:
-    """The model in a folder, and its weights: a Hugging Face folder, a checkpoint, or a run for its newest one.
+def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights | None]:
+    """The model in a folder, and its weights: a Hugging Face folder, a checkpoint, or a run for its newest one; None
+    for the weights of a class of transformers in a Hugging Face folder, which the class reads itself.
 
     What training drops at random, generation keeps: the model has no dropout. Only headers are read.
     Raises `UserError` when there are none, or they are not whole.
@@ -144,6 +147,8 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights]:
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}; give a Hugging Face folder, a checkpoint or a run directory")
     if (folder / "config.json").exists():
+        if (described := resolve(str(folder))).counted and any(folder.glob("*.safetensors")):
+            return described, None
         weights = HuggingFaceWeights.open(folder)
         return _without_dropout(weights.model), weights
     checkpoint: Checkpoint = find(folder)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from shardwise.layout import Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
+from shardwise.model.parameters import Model
 from shardwise.predict.serving_layout import lockstep_axes
 from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.allocator import release_freed_memory
@@ -166,12 +167,19 @@ def run(
     )
     first = mesh.index(CP + TP + PP, rank) == 0 and replica < job.replicas
     way = EngineChannel(connect(replica), replica) if first else None
-    _, weights = weights_in(job.weights)
+    weights: Any = weights_in(job.weights)[1]
+    subject: Model = job.model
+    make: Callable[..., Any] = stage
+    if job.model.counted:
+        from shardwise.serving.class_engine import ClassGenerator, divided
+
+        split = divided(job)
+        subject, make = split.described.blueprint, partial(ClassGenerator, split=split)
     comms = make_comms(
-        job.layout, job.model, rank,
+        job.layout, subject, rank,
         timeout=job.hang + pulse.MARGIN, transport=job.transport, device=device, pulse=signs,
     )  # fmt: skip
-    generator = stage(job, comms, rank, device)
+    generator: TokenGenerator = make(job, comms, rank, device)
     generator.load(weights, way.loading if way else lambda done, of: None)
     hop = generator.hop()
     _wait_for_all("the start of the replica", together, signs)

@@ -21,7 +21,7 @@ from shardwise.model.parameters import Model
 from shardwise.runtime.checkpointing import Position, restore
 from shardwise.runtime.job.trainer import TrainingRun
 from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
-from shardwise.runtime.module.class_model import ClassModel
+from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
 from shardwise.runtime.module.legality import check_described
@@ -132,10 +132,21 @@ def planned(config: TrainConfig) -> TrainConfig:
         raise UserError(
             f"{model.name}: its checkpoints have buffers, which are written at once: leave out --save-async"
         )
-    if model.config.is_encoder_decoder:
-        raise UserError(f"{model.name}: {model.kind.__name__} is an encoder with a decoder, and a text has no pairs")
     split = model.split(layout, config.workload.seq)
     check_described(split.described.blueprint, layout, config.workload.micro_batches(layout))
+    check_head(model, split)
+    if config.adapters and not config.resume:
+        from shardwise.checkpoint.huggingface import PeftAdapters
+
+        PeftAdapters.open(Path(config.adapters), config.model, split.described.blueprint)
+    plan = None if split.plan is None else dict(split.plan)
+    return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
+
+
+def check_head(model: ClassModel, split: ClassSplit) -> None:
+    """Raise `UserError` for a class that does not tell the next token of a text."""
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{model.name}: {model.kind.__name__} is an encoder with a decoder, and a text has no pairs")
     if split.module.get_output_embeddings() is None:  # type: ignore[operator]
         raise UserError(
             f"{model.name}: {model.kind.__name__} has no logits of the next token, so there is no loss: name the class "
@@ -146,12 +157,6 @@ def planned(config: TrainConfig) -> TrainConfig:
             f"{model.name}: {model.kind.__name__} attends to later tokens, so it cannot learn the next one: set "
             "is_decoder in its configuration"
         )
-    if config.adapters and not config.resume:
-        from shardwise.checkpoint.huggingface import PeftAdapters
-
-        PeftAdapters.open(Path(config.adapters), config.model, split.described.blueprint)
-    plan = None if split.plan is None else dict(split.plan)
-    return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
 
 
 def traced(config: TrainConfig) -> Blueprint:

@@ -122,7 +122,7 @@ class PartRunner(Runner):
         """The root, and the block whose backward pass has begun last; under a pipeline the parts of that stage."""
         for unit in plan.units:
             for placed in unit.placed:
-                if placed.parameter.frozen:
+                if placed.parameter.frozen or not plan.trains:
                     continue
                 parameter = module.get_parameter(placed.name)
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))

@@ -1,0 +1,169 @@
+"""`ClassGenerator`: one rank's share of a model by its class of transformers, which answers by the class's own cache.
+
+Each sequence has a cache of its own, by transformers' rules for its layers (full, windowed, states), and a forward pass
+of its own in an engine step: its logits are those of the class alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import Checkpoint
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Workload, unit_plan
+from shardwise.runtime.module.buffers import restore_buffers
+from shardwise.runtime.module.class_model import ClassModel, ClassSplit
+from shardwise.runtime.module.class_run import check_head
+from shardwise.runtime.module.experts import use_exact_products
+from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
+from shardwise.runtime.module.parts import PartRunner
+from shardwise.runtime.zero.flat_unit import Values, torch_dtype
+
+if TYPE_CHECKING:
+    from shardwise.model.parameters import Parameter
+    from shardwise.runtime.transport.comms import Comms
+    from shardwise.serving.engine import Progress
+    from shardwise.serving.job import ServingJob, Weights
+    from shardwise.serving.scheduler import EngineStep, Sequence
+
+
+def planned(job: ServingJob) -> ServingJob:
+    """The engine with the plan by which the class is divided. Raises `UserError` for what it cannot do."""
+    layout, model = job.layout, ClassModel.of(job.model)
+    for key, wrong in (("pp", layout.pp > 1), ("cp", layout.cp > 1), ("zero", layout.zero > 0),
+                       ("ep", layout.ep > layout.tp)):  # fmt: skip
+        if wrong:
+            raise LayoutError(
+                f"{key}={getattr(layout, key)} has no generation of a model by its class of transformers yet: choose "
+                "tp, ep up to tp, and dp"
+            )
+    if job.quantize != "none":
+        raise UserError(f"--int8: {job.model.name} is generated with by its class of transformers, in its precision")
+    split = model.split(layout, 8 * layout.tp)
+    check_head(model, split)
+    if not _argument(model):
+        raise UserError(f"{model.name}: {model.kind.__name__} has no cache of transformers, so nothing is generated")
+    plan = None if split.plan is None else dict(split.plan)
+    # A prompt is one forward pass, from its beginning: states of linear attention are of a sequence's last token alone.
+    return replace(job, class_plan=plan, reuse=False, chunk=max(job.chunk, job.batch * job.context))
+
+
+def _argument(model: ClassModel) -> str:
+    """The name under which a class takes a cache; empty for one without."""
+    names = inspect.signature(model.kind.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), "")
+
+
+def divided(job: ServingJob) -> ClassSplit:
+    """The model under the layout."""
+    return ClassModel.of(job.model).divided(job.layout, job.class_plan, None)
+
+
+class ClassGenerator:
+    """What `TokenGenerator` is to a decoder here."""
+
+    stage = 0
+
+    def __init__(self, job: ServingJob, comms: Comms, rank: int, device: torch.device, split: ClassSplit) -> None:
+        self.job, self.comms, self.rank, self.device, self._split = job, comms, rank, device, split
+        self.model = ClassModel.of(job.model)
+        self._argument = _argument(self.model)
+        blueprint = split.described.blueprint
+        self.plan = unit_plan(blueprint, job.layout, Workload(), rank=rank, backend=comms.backend)
+        self.dtype = torch_dtype(job.layout.dtype)
+        self.nonfinite = ""
+        self._caches: WeakKeyDictionary[Sequence, Any] = WeakKeyDictionary()
+        comms.quick = True
+
+    def load(self, weights: Weights | None, progress: Progress) -> None:
+        """Read the model, and keep what this rank holds. Raises `UserError`."""
+        module, values = self._split.module, self._values(weights)
+        if weights is None:
+            module = self.model.pretrained(Path(self.job.weights))
+            values = values_of({name: parameter.detach() for name, parameter in module.named_parameters()})
+        if self.job.layout.precision == "fp64":
+            use_exact_products(module)
+        place_buffers(module, self.job.layout, values, self.device)
+        if isinstance(weights, Checkpoint):
+            restore_buffers(module, weights)
+        self._config: Any = module.config
+        self.runner = PartRunner(module.eval(), self._split.described, self.plan, self.comms, self.device)
+        self.engine = self.runner.engine
+        units = list(self.engine.units.values())
+        for number, flat in enumerate(units):
+            if not flat.fill(values).isfinite().all():
+                self.nonfinite = self.nonfinite or flat.unit.placed[0].name
+            progress(number + 1, len(units))
+
+    def _values(self, weights: Weights | None) -> Values:
+        """Values of a checkpoint's parameters; those of the class for buffers that it has not."""
+        latest: dict[str, Tensor] = {}
+
+        class Stored(MetaValues):
+            def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
+                assert weights is not None
+                if parameter.name not in latest:
+                    latest.clear()
+                    values = weights.read(f"model/{parameter.name}", dtype="float32")
+                    latest[parameter.name] = torch.from_numpy(values)
+                return latest[parameter.name][index.cpu()].to(index.device, torch.float64)
+
+        return Stored(self._split.module, 0, self.model)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of weights on this rank."""
+        return sum(tensor.nbytes for tensor in self.engine.storages()["parameters"])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all pages, if sequences fill them. There is no memory for them before there are tokens."""
+        counted, tokens = self.job.model.counted, self.job.pages * self.job.page
+        assert counted is not None
+        return int(counted.cache_bytes(tokens, self.job.layout.tp, width=self.dtype.itemsize))
+
+    def begin(self, step: EngineStep) -> None:
+        """As of `TokenGenerator`."""
+        self.comms.phase = "prefill" if step.prefill else "decode"
+
+    def decode(self, step: EngineStep) -> None:
+        """As of `TokenGenerator`: no step has a static form."""
+
+    def rows(self, step: EngineStep) -> None:
+        """As of `TokenGenerator`."""
+
+    def tokens_here(self, step: EngineStep) -> int:
+        """As of `TokenGenerator`."""
+        return step.tokens
+
+    @torch.inference_mode()
+    def forward(self, step: EngineStep, rows: None, x: None) -> Tensor:
+        """The logits that are wanted, [B, vocab]."""
+        from transformers import DynamicCache
+
+        self.comms.pulse.work("the forward pass")
+        wanted = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if chunk.start == 0:  # it is new, or is computed again
+                self._caches[sequence] = DynamicCache(config=self._config)
+            ids = torch.tensor([sequence.tokens[chunk.start : chunk.stop]], device=self.device)
+            self.engine.begin_evaluation()
+            cache = {self._argument: self._caches[sequence], "use_cache": True}
+            out = self.runner.run(input_ids=ids, **cache)
+            wanted.append(out.logits[0, [row - chunk.start for row in chunk.rows], : self.job.model.vocab])
+        return torch.cat(wanted)
+
+    def idle(self) -> None:
+        """As of `TokenGenerator`: replicas need nothing of each other."""
+
+    def hop(self) -> float:
+        """As of `TokenGenerator`."""
+        return 0.0
