@@ -4,6 +4,7 @@ import json
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ClassModel
 
-FAMILIES, CHAINS = table(__file__, "FAMILIES"), table(__file__, "CHAINS")
-"""All that pass, and those of which pipelines are tested, too."""
+FAMILIES, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CHAINS", "GENERATING"))
+"""All that pass, and those of which pipelines and generation are tested, too."""
 
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
@@ -176,3 +177,27 @@ def test_adapters_are_trained_resumed_merged_and_read_by_peft(made: Path, tmp_pa
             logits.append(model.eval()(**inputs).logits)
     assert (logits[1] - logits[0]).abs().max() > 1e-3, "training must have moved the adapters"
     assert (logits[2] - logits[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", some_of(GENERATING, 1, "generation of classes"))
+def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) -> None:
+    """Greedily, two prompts at a time; windows, states and latents are those of its own cache."""
+    torch.manual_seed(0)
+    module: Any = ClassModel({"model_type": family}, family).small(Layout.parse("tp=2"))().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)  # small weights would have one answer to everything
+    module.generation_config.eos_token_id = None
+    module.save_pretrained(tmp_path / "hub")
+    prompts, expected = [[5, 9, 17, 33, 2, 71, 8], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]], []
+    for prompt in prompts:
+        out = module.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
+    words = [word for prompt in prompts for word in ("--tokens", ",".join(map(str, prompt)))]
+    layout = "tp=2,ep=2" if getattr(module, "_ep_plan", None) else "tp=2,dp=2"
+    done = shardwise(
+        "generate", "hub", "--layout", layout, "--precision", "fp32", "--max-new-tokens", "8", "--json", *words,
+        folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [answer["tokens"] for answer in json.loads(done.stdout)["answers"]] == expected
