@@ -1,10 +1,16 @@
 """Models by their classes of transformers: two steps of a split on ranks, the class alone, and the prediction.
 
-`python tests/harness/class_jobs.py` writes docs/model_classes.md.
+`python tests/harness/class_jobs.py RESULTS.jsonl` writes docs/model_classes.md, and continues where it was stopped.
 """
 
+import json
+import sys
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,6 +130,29 @@ def train_class(rank: int, payload: tuple[ClassModel, VerifyRequest]) -> ClassOu
     return outcome
 
 
+def train_on(rank: int, payload: tuple[ClassModel, Layout, ClassSplit, Path]) -> tuple[float, float]:
+    """Loss and gradient norm of the next step, from the newest checkpoint of a folder, and another checkpoint."""
+    model, layout, parts, folder = payload
+    module = split(plain(model), layout, parts.plan, parts=parts.parts, optimizer=SETTINGS)
+    step, comms = module.load(folder) if any(folder.iterdir()) else 0, module.program.comms
+    rows: Any = tuple(x.chunk(comms.size(DATA))[comms.index(DATA)] for x in batch(model, step))
+    result = module.train_step(token_loss, rows, lr=LR)
+    module.save(folder)
+    return result.loss, result.grad_norm
+
+
+def resumed(model_type: str, layouts: Sequence[str], folder: Path) -> float:
+    """The largest relative error of losses and gradient norms of a step under each layout, in turn, to one device's."""
+    model, first = small(model_type, layouts[0])
+    alone, errors = one_device(model), []
+    for step, text in enumerate((first, *layouts[1:])):
+        layout = Layout.parse(f"{text},precision=fp64")
+        parts = model.split(layout, SEQ)
+        loss, norm = run_ranks("harness.class_jobs:train_on", layout.ranks, (model, layout, parts, folder))[0]
+        errors += [abs(loss / alone.losses[step] - 1), abs(norm / alone.norms[step] - 1)]
+    return max(errors)
+
+
 def predicted(model: ClassModel, parts: ClassSplit, layout: Layout) -> StepReport | None:
     """The prediction of a step; None where there is none."""
     try:
@@ -156,3 +185,72 @@ def check(model_type: str, layout: str = LAYOUT, lora: bool = False) -> ClassChe
     ledger = None if expected is None else compare(expected, mine.report).equal_ledger
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     return ClassCheck(layout, published, model.tolerance, verification, error, ledger)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
+HEAD = """# Classes of transformers that were tried
+
+`python tests/harness/class_jobs.py RESULTS.jsonl` wrote this table, with transformers {version}: small models with
+random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
+one device. *Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
+losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
+experts. *Ledger*: whether the measured collectives are the predicted ones; empty where none were predicted. *pp*,
+*generation*: families of which tests check pipelines, and tokens against `transformers`' own.
+
+| family | plan for tp | ep | verify | steps | ledger | LoRA | pp | generation |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def measure(results: Path, families: Iterable[str]) -> None:
+    """Append a line for every check that a file of results lacks."""
+    done = {(row["family"], row["kind"]) for row in _rows(results)}
+    for kind, family in product(("base", "lora"), families):
+        if (family, kind) in done:
+            continue
+        row: dict[str, Any] = {"family": family, "kind": kind}
+        try:
+            result = check(family, lora=kind == "lora")
+            row |= {"published": result.published, "layout": result.layout, "ledger": result.ledger,
+                    "verify": result.verification.error, "steps": result.error, "why": str(result.verification),
+                    "ok": bool(result.verification)}  # fmt: skip
+        except (UserError, AssertionError) as error:
+            row |= {"ok": False, "why": str(error)[-200:]}
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _rows(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Collection[str]) -> str:
+    """The table of all families of which there is a result."""
+    import transformers
+
+    found = {(row["family"], row["kind"]): row for row in rows}
+    lines = []
+    for family in sorted({row["family"] for row in rows}):
+        base, lora = found.get((family, "base"), {}), found.get((family, "lora"), {})
+        plan = {True: "the class's own", False: "suggested"}.get(base.get("published"), "")
+        cells = [family, plan, "2" if "ep=2" in base.get("layout", "") else "", _error(base, "verify"),
+                 _error(base, "steps"), "equal" if base.get("ledger") else "", _error(lora, "verify", "steps"),
+                 *("yes" if family in names else "" for names in (chains, generating))]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return HEAD.format(version=transformers.__version__, layout=LAYOUT) + "\n".join(lines) + "\n"
+
+
+def _error(row: Mapping[str, Any], *names: str) -> str:
+    if not row:
+        return ""
+    return f"{max(row[name] for name in names):.0e}" if row["ok"] else f"fails: {row['why']}"
+
+
+def main(results: Path) -> None:
+    cases = tomllib.loads((PAGE.parents[1] / "tests/runtime/cases.toml").read_text())["test_model_classes"]
+    measure(results, cases["FAMILIES"])
+    PAGE.write_text(page(_rows(results), cases["CHAINS"], cases["GENERATING"]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -11,13 +11,13 @@ import torch
 
 from harness import forked
 from harness.cases import from_table, table
-from harness.class_jobs import PIPED, check
+from harness.class_jobs import LAYOUT, PIPED, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
 from shardwise.layout import Layout
 from shardwise.report.compare import compare
-from shardwise.runtime.module.class_model import ClassModel
+from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
 FAMILIES, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CHAINS", "GENERATING"))
 """All that pass, and those of which pipelines and generation are tested, too."""
@@ -37,6 +37,11 @@ def test_a_class_trains_in_a_pipeline(family: str) -> None:
     result = check(family, PIPED)
     assert result.verification, str(result.verification)
     assert result.error < result.tolerance
+
+
+@pytest.mark.parametrize("family", some_of(FAMILIES, 2, "resumed classes"))
+def test_a_class_resumes_under_another_layout(family: str, tmp_path: Path) -> None:
+    assert resumed(family, (LAYOUT, "dp=2,zero=1"), tmp_path) < ROUNDED
 
 
 def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
