@@ -1,7 +1,7 @@
-"""`ClassGenerator`: one rank's share of a model by its class of transformers, which answers by the class's own cache.
+"""`ClassGenerator`: one rank's share of a model by its class of transformers, which answers by transformers' cache.
 
-Each sequence has a cache of its own, by transformers' rules for its layers (full, windowed, states), and a forward pass
-of its own in an engine step: its logits are those of the class alone.
+Each sequence has its cache, by transformers' rules for its layers (full, windowed, states), and its forward pass in an
+engine step: its logits are those of the class alone.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ class ClassGenerator:
 
     @torch.inference_mode()
     def forward(self, step: EngineStep, rows: None, x: None) -> Tensor:
-        """The logits that are wanted, [B, vocab]."""
+        """The requested logits, [B, vocab]."""
         from transformers import DynamicCache
 
         self.comms.pulse.work("the forward pass")
-        wanted = []
+        logits = []
         for chunk in step.chunks:
             sequence = chunk.sequence
             if chunk.start == 0:  # it is new, or is computed again
@@ -158,8 +158,8 @@ class ClassGenerator:
             self.engine.begin_evaluation()
             cache = {self._argument: self._caches[sequence], "use_cache": True}
             out = self.runner.run(input_ids=ids, **cache)
-            wanted.append(out.logits[0, [row - chunk.start for row in chunk.rows], : self.job.model.vocab])
-        return torch.cat(wanted)
+            logits.append(out.logits[0, [row - chunk.start for row in chunk.rows], : self.job.model.vocab])
+        return torch.cat(logits)
 
     def idle(self) -> None:
         """As of `TokenGenerator`: replicas need nothing of each other."""

@@ -39,8 +39,8 @@ class AdaptedMap(Adapted, nn.Linear):
 
 
 class AdaptedExperts(nn.Module):
-    """Stacked experts with adapters beside some of their weights [experts, rows, columns], which compute by their own
-    forward with W + scale B A: as of `peft`'s `target_parameters`."""
+    """Stacked experts with adapters beside some of their weights [experts, rows, columns], which compute by their
+    class's forward with W + scale B A: as of `peft`'s `target_parameters`."""
 
     adapted: tuple[str, ...] = ()
     """Names of these weights. A is [experts, rank, columns], B [experts, rows, rank]."""
@@ -56,8 +56,8 @@ class AdaptedExperts(nn.Module):
 
     def reset_parameters(self) -> None:
         """As of `AdaptedMap`."""
-        if (own := getattr(super(), "reset_parameters", None)) is not None:
-            own()
+        if (reset := getattr(super(), "reset_parameters", None)) is not None:
+            reset()
         self.reset_factors(torch.default_generator)
 
     def reset_factors(self, generator: torch.Generator) -> None:
@@ -91,10 +91,6 @@ def columns_out(experts: nn.Module) -> bool:
 def _reset(inner: Tensor, outer: Tensor, inputs: int, generator: torch.Generator) -> None:
     inner.normal_(0.0, (3 * inputs) ** -0.5, generator=generator)
     outer.zero_()
-
-
-def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
 
 
 def stacks_of(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -136,7 +132,8 @@ def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> N
         setattr(module.get_submodule(owner), leaf, made[child])
     for owner, leaf in stacked.values():
         if not isinstance(owner, AdaptedExperts):
-            owner.__class__ = _with_adapters(type(owner))
+            kind = type(owner)
+            owner.__class__ = type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
         owner.adapt(leaf, lora)  # type: ignore[operator]
     for name in {name.rpartition(".")[0]: None for name in stacked}:
         _start(module.get_submodule(name), name)
