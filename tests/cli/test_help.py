@@ -135,7 +135,7 @@ def test_help_loads_little_beside_the_interpreter() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
     loaded = set(done.stderr.split())
     ours = {name for name in loaded if name.startswith("shardwise.")}
-    assert ours == {f"shardwise.{name}" for name in ("cli", "cli.main", "cli.commands", "errors", "lazy")}
+    assert ours == {f"shardwise.{name}" for name in ("calls", "cli", "cli.main", "cli.commands", "errors", "lazy")}
     assert not loaded & {"numpy", "torch", "rich", "json", "tomllib", "dataclasses", "inspect", "shtab"}
 
 
