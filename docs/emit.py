@@ -59,7 +59,8 @@ not fit has a comment. `--slurm` writes the job that starts the engine on all no
 `ddp` and `fsdp2` are programs for `torchrun` that need torch, numpy and transformers alone: they load a Hugging Face
 folder, read the tokens that `shardwise train` has prepared (`train.bin`, with its type in `corpus.json`) in the same
 order, and have its AdamW and learning rate. On gloo, a test compares 12 layouts with `shardwise train --weights
-FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of collective. DDP's bf16 gradients need NCCL.
+FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of collective. DDP's bf16 gradients need NCCL. A tied
+table is gathered once per micro-batch, and recomputation beside `tp` stops before a block's last all-reduce.
 
 ## Keys
 An option expresses the key, all its values or those named. *code*: the file says in a comment what your code or

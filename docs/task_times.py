@@ -49,8 +49,8 @@ TIMES = """\
 NEWCOMERS = """\
 # Tasks of newcomers
 
-What three newcomers wanted to do before they had read anything: {count} tasks, {one} of them with one command, the
-others with two. Each command works at the first try; `tests/docs/test_newcomers.py` has what it must print.
+Training, serving and learning: {count} questions that one or two commands answer, chosen by this project's authors;
+{one} need one command. `tests/docs/test_newcomers.py` has what each must print.
 
 `python docs/task_times.py newcomers` makes this page with a wheel in a fresh environment ({day}, {cores} cores with a
 load of {load:.0f} by other programs, Python {python}). *Processor time* is the command's own, without waiting.

@@ -194,7 +194,8 @@ HEAD = """# Classes of transformers that were tried
 random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
 one device. *Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
 losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
-experts. *Ledger*: whether the measured collectives are the predicted ones; empty where none were predicted. *pp*,
+experts, empty where not tried. *Ledger*: whether the measured collectives are the predicted ones, empty where none were
+predicted. *pp*,
 *generation*: families of which tests check pipelines, and tokens against `transformers`' own.
 
 | family | plan for tp | ep | verify | steps | ledger | LoRA | pp | generation |

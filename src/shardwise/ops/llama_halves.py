@@ -1,7 +1,7 @@
 """A Llama block in two functions: what comes before its attention's core, and what comes after it.
 
 With few tokens in a micro-batch a third of a step is not arithmetic but calls: of operators, of autograd's nodes, of
-memory (docs/performance.md). So norm, projections and rotation are one function with a backward of its own, and so is
+memory (docs/decisions.md). So norm, projections and rotation are one function with a backward of its own, and so is
 all that follows attention. The same bytes are saved as where the decoder's modules compute one by one
 (`predict/memory/activations.py`), which they do wherever this cannot: with dropout, norms of heads, and weights that do
 not lie end to end (`fusion.py`).

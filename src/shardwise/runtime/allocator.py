@@ -1,7 +1,7 @@
 """Settings of the C library for freed memory of CPU tensors.
 
 By default glibc returns large blocks to the system and the next step faults every page in again: 4 to 6% of a step of
-2,048 tokens (docs/performance.md). A rank that trains needs the same memory again at once, so it keeps it.
+2,048 tokens (docs/decisions.md). A rank that trains needs the same memory again at once, so it keeps it.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Attention on a CPU for short sequences: a few large products in place of many small ones.
 
 torch's fused kernel uses small tiles for short sequences, and its backward uses tiles on which bf16 is slow. Batched
-products over all heads of a sequence take less time up to `LONGEST_SHORT` tokens (docs/performance.md): in backward,
+products over all heads of a sequence take less time up to `LONGEST_SHORT` tokens: in backward,
 and in fp32 also in forward. Saves queries, keys, values and the output. Backward recomputes the probabilities with
 torch's softmax, which takes less than half the time of `exp` and needs no sums.
 """

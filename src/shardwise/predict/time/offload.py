@@ -8,7 +8,7 @@ gradient, w bytes of a weight, and s bytes of fp32 master weight and moments, 12
 - the update on the host's cores, f P parameters; then w f P of weights up;
 - on disk: s f P read and s f P written, beside the update: the slower of the disk and of update with copies binds.
   Reads and writes share one disk, so that their seconds add up: AdamW of 64M parameters took 1.21 s where reads alone
-  would take 0.77 s and writes 0.55 s (docs/offload.md);
+  would take 0.77 s and writes 0.55 s;
 - offloaded parameters: w P up for each gather, beside computation without a pipeline, from disk at the slower of disk
   and link; updated weights go to their home in place of the device;
 - offloaded activations: what blocks save, down in forward and up before backward, beside computation.
