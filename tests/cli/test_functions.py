@@ -49,7 +49,7 @@ def test_a_signature_has_the_options_of_the_command(name):
         (lambda: shardwise.plan("llama-3-8b", "8xH100", seq="4 k"), "seq='4 k': give a whole number"),
         (lambda: shardwise.plan("llama-3-8b", "8xH100", top=0), "top must be a positive integer"),
         (lambda: shardwise.plan_serving("gpt2", "1xL4", ttft=-1.0), "ttft must be a positive number"),
-        (lambda: shardwise.plan_serving("gpt2", "1xL4", kv_cache="x"), "kv_cache must be one of"),
+        (lambda: shardwise.plan_serving("gpt2", "1xL4", kv_cache="x"), "kv_cache 'x': must be one of"),
         (lambda: shardwise.emit("gpt2", "tp=2", engin="vllm"), "emit has no option 'engin'; did you mean engine?"),
         (lambda: shardwise.emit("gpt2", "tp=2", engine="vllm", seq=64), "give prompt and output and concurrency"),
         (lambda: shardwise.emit("gpt2", "tp=2"), "emit needs engine"),

@@ -196,7 +196,7 @@ one device. *Verify* is the largest relative error of any module's output and an
 losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
 experts, empty where not tried. *Ledger*: whether the measured collectives are the predicted ones, empty where none were
 predicted. *pp*,
-*generation*: families of which tests check pipelines, and tokens against `transformers`' own.
+*generation*: tests check pipelines, and tokens against `transformers`' own.
 
 | family | plan for tp | ep | verify | steps | ledger | LoRA | pp | generation |
 |---|---|---|---|---|---|---|---|---|
