@@ -186,7 +186,7 @@ def test_adapters_are_trained_resumed_merged_and_read_by_peft(made: Path, tmp_pa
 
 @pytest.mark.parametrize("family", some_of(GENERATING, 1, "generation of classes"))
 def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) -> None:
-    """Greedily, two prompts at a time; windows, states and latents are those of its own cache."""
+    """Greedily, two prompts at a time, none of which is cut; windows, states and latents are those of its own cache."""
     torch.manual_seed(0)
     module: Any = ClassModel({"model_type": family}, family).small(Layout.parse("tp=2"))().eval()
     with torch.no_grad():
@@ -201,7 +201,8 @@ def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) 
     words = [word for prompt in prompts for word in ("--tokens", ",".join(map(str, prompt)))]
     layout = "tp=2,ep=2" if getattr(module, "_ep_plan", None) else "tp=2,dp=2"
     done = shardwise(
-        "generate", "hub", "--layout", layout, "--precision", "fp32", "--max-new-tokens", "8", "--json", *words,
+        "generate", "hub", "--layout", layout, "--precision", "fp32", "--max-new-tokens", "8", "--chunk", "4", "--json",
+        *words,
         folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

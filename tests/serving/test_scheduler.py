@@ -197,6 +197,15 @@ def test_chunks_of_a_long_prompt_follow_each_other_without_waiting() -> None:
     assert spans == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
 
 
+def test_whole_prompts_are_never_cut() -> None:
+    """However small the step, and however few rows of logits it has room for."""
+    scheduler = Scheduler(Pages(40, SIZE), batch=8, chunk=5, rows=2, whole=True)
+    for number, prompt in enumerate(([1, 2, 3], range(4, 27), [27, 28, 29, 30]), 1):
+        scheduler.add(Request(number, tuple(prompt), Sampling(max_tokens=1, prompt_logprobs=number == 2)))
+    steps = [[(c.sequence.request.id, c.start, c.stop) for c in scheduler.schedule().chunks] for _ in range(2)]
+    assert steps == [[(1, 0, 3), (2, 0, 23)], [(3, 0, 4)]]
+
+
 def test_keys_tell_tokens_and_what_came_before() -> None:
     assert page_key(START, [1, 2]) != page_key(START, [2, 1])
     assert page_key(page_key(START, [1]), [2]) != page_key(page_key(START, [3]), [2])

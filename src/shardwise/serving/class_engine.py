@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.transport.comms import Comms
     from shardwise.serving.engine import Progress
     from shardwise.serving.job import ServingJob, Weights
-    from shardwise.serving.scheduler import EngineStep, Sequence
+    from shardwise.serving.scheduler import Chunk, EngineStep, Sequence
 
 
 def planned(job: ServingJob) -> ServingJob:
@@ -51,8 +51,7 @@ def planned(job: ServingJob) -> ServingJob:
     if not _argument(model):
         raise UserError(f"{model.name}: {model.kind.__name__} has no cache of transformers, so nothing is generated")
     plan = None if split.plan is None else dict(split.plan)
-    # A prompt is one forward pass, from its beginning: states of linear attention are of a sequence's last token alone.
-    return replace(job, class_plan=plan, reuse=False, chunk=max(job.chunk, job.batch * job.context))
+    return replace(job, class_plan=plan, reuse=False)
 
 
 def _argument(model: ClassModel) -> str:
@@ -156,10 +155,19 @@ class ClassGenerator:
                 self._caches[sequence] = DynamicCache(config=self._config)
             ids = torch.tensor([sequence.tokens[chunk.start : chunk.stop]], device=self.device)
             self.engine.begin_evaluation()
-            cache = {self._argument: self._caches[sequence], "use_cache": True}
-            out = self.runner.run(input_ids=ids, **cache)
-            logits.append(out.logits[0, [row - chunk.start for row in chunk.rows], : self.job.model.vocab])
+            options = {self._argument: self._caches[sequence], "use_cache": True} | self._kept(chunk)
+            out = self.runner.run(input_ids=ids, **options)
+            logits.append(out.logits[0, [row - chunk.stop for row in chunk.rows], : self.job.model.vocab])
         return torch.cat(logits)
+
+    def _kept(self, chunk: Chunk) -> dict[str, int]:
+        """The class computes logits from the first row that is asked for, where it can leave out those before it."""
+        names = inspect.signature(self.model.kind.forward).parameters
+        return (
+            {"logits_to_keep": chunk.stop - min(chunk.rows, default=chunk.stop - 1)}
+            if "logits_to_keep" in names
+            else {}
+        )
 
     def idle(self) -> None:
         """As of `TokenGenerator`: replicas need nothing of each other."""

@@ -104,11 +104,18 @@ class ServingJob(Json):
         return 1 if self.layout.stage == 3 and self.prompts == "same" else self.layout.dp
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether each prompt is one forward pass by itself: of a model by its class of transformers, whose linear
+        attention takes a state for single tokens alone."""
+        return self.model.counted is not None
+
+    @property
     def setup(self) -> ServingSetup:
         from shardwise.predict.memory.serving import ServingSetup
 
         int8, cpu = self.quantize == "int8", self.device == "cpu"
-        return ServingSetup(self.context, self.batch, self.page, self.chunk, int8, cpu, self.pages)
+        chunk = self.context if self.whole_prompts else self.chunk
+        return ServingSetup(self.context, self.batch, self.page, chunk, int8, cpu, self.pages)
 
     @property
     def logit_rows(self) -> int:

@@ -60,7 +60,9 @@ class Lockstep:
         job, layout = generator.job, generator.plan.layout
         self.depth, self.place = layout.pp, generator.stage
         pages = Pages(job.pages, job.page, job.reuse)
-        self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth, rows=job.logit_rows)
+        self.scheduler = Scheduler(
+            pages, batch=job.batch, chunk=job.chunk, depth=self.depth, rows=job.logit_rows, whole=job.whole_prompts
+        )
         own = replicas_in_step(layout) > 1 and job.prompts == "own"
         self._step = lockstep_axes(layout)
         """The ranks in step, among which control goes round."""

@@ -142,10 +142,13 @@ def _logit_rows(chunk: Chunk) -> Iterator[LogitRow]:
 class Scheduler:
     """pages: of the cache. batch: most sequences at a time. chunk: tokens of a step that may be prompts' (single tokens
     count, too, but are never left out for it). depth: steps from a token's computation until it is known. rows: rows of
-    an engine step that may have logits, at least `batch`; 0 for as many as `chunk` and `batch`."""
+    an engine step that may have logits, at least `batch`; 0 for as many as `chunk` and `batch`. whole: no prompt is
+    cut, so the last one of a step may exceed chunk and rows."""
 
-    def __init__(self, pages: Pages, *, batch: int, chunk: int, depth: int = 1, rows: int = 0) -> None:
-        self.pages, self.batch, self.chunk, self.depth = pages, batch, chunk, depth
+    def __init__(
+        self, pages: Pages, *, batch: int, chunk: int, depth: int = 1, rows: int = 0, whole: bool = False
+    ) -> None:
+        self.pages, self.batch, self.chunk, self.depth, self.whole = pages, batch, chunk, depth, whole
         self.rows = max(batch, rows or chunk + batch)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -247,17 +250,18 @@ class Scheduler:
 
         def add(sequence: Sequence) -> None:
             nonlocal budget, rows
-            chunk = self._chunk(
-                sequence, min(budget, sequence.num_uncomputed, sequence.first_row - sequence.computed + rows)
-            )
+            room = min(budget, sequence.first_row - sequence.computed + rows)
+            chunk = self._chunk(sequence, sequence.num_uncomputed if self.whole else min(room, sequence.num_uncomputed))
             budget -= chunk.stop - chunk.start
             rows -= len(chunk.rows)
             prefills.append(chunk)
 
         for sequence in ready:
-            if budget and rows and sequence.num_uncomputed > 1 and sequence in self.running:
+            if min(budget, rows) > 0 and sequence.num_uncomputed > 1 and sequence in self.running:
                 add(sequence)
-        while budget and rows and self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0]):
+        while (
+            min(budget, rows) > 0 and self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0])
+        ):
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda each: each.order)
             add(sequence)
