@@ -76,10 +76,12 @@ def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterator[tuple[str, str,
 def _by_pattern(did: set[tuple[str, str]]) -> Iterator[tuple[str, str, int | None]]:
     """Uses by the program itself, or by an engine that the recording does not name."""
     gathers = {phase for op, phase in did if op == "all_gather_into"}
-    if ("reduce_scatter", "backward") in did and gathers:
+    if ("reduce_scatter", "forward") in did:  # sequence parallelism, whose backward pass looks like ZeRO's
+        yield TENSOR, "activations are summed in the forward pass", None
+    elif ("reduce_scatter", "backward") in did and gathers:
         stage = 3 if "backward" in gathers else 2 if "forward" in gathers else 1
         yield SHARDS, "parameters are gathered, gradients scattered in the backward pass", stage
-    elif ("all_reduce", "forward") in did or ("reduce_scatter", "forward") in did:
+    elif ("all_reduce", "forward") in did:
         yield TENSOR, "activations are summed in the forward pass", None
     elif ("all_reduce", "backward") in did:
         yield DATA, "gradients are all-reduced in the backward pass", None

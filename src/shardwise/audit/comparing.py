@@ -115,7 +115,8 @@ def compare_traffic(
     expect: the layout of the plan, if it is another than the understood one. model: the program's, where no
     recording has one. No rows where no step was recorded.
     """
-    one = next((one for one in recordings if one.model is not None or (model and one.steps)), None)
+    known = (one for one in recordings if one.model is not None)
+    one = next(known, next((one for one in recordings if model and one.steps), None))
     layout = expect or understood.layout
     if one is None:
         return [], None

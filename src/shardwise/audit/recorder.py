@@ -143,7 +143,8 @@ class Recorder:
         """Modules that no other contains."""
         importlib.import_module("torch._dynamo")  # as the first optimizer step does, but before bytes are counted
         tensors = [_local(entry) for entry in gc.get_objects() if _is(entry, torch.Tensor)]
-        held = {_storage(entry): entry.untyped_storage().nbytes() for entry in tensors if entry.device.type == "cpu"}
+        dense = [entry for entry in tensors if entry.device.type == "cpu" and entry.layout == torch.strided]
+        held = {_storage(entry): entry.untyped_storage().nbytes() for entry in dense}
         self.base, self.peak = _allocated() - sum(held.values()), 0
         """Bytes that the process has without its tensors, and the most of these."""
         about = (self.pid, socket.gethostname(), time.time(), torch.__version__, c10d.get_backend())

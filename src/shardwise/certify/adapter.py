@@ -172,6 +172,10 @@ class Adapter:
         if missing := [name for name in ("name", "axes", "data", "space", "parallelize") if name not in values]:
             where = getattr(module, "__file__", module)
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
+        if "loss" in values and "backward" not in values:
+            raise UserError(
+                f"{values['name']}: an adapter with a loss of its own needs backward, too (docs/certify.md)"
+            )
         return cls(**values)
 
     @classmethod

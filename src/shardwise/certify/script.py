@@ -94,7 +94,11 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         text = text.replace(word, value)
     if adapter.logits is defaults.logits:
         text = text.replace("logits(plain, ids)", "plain(ids)").replace("=logits", "=lambda model, ids: model(ids)")
-    if name != "loss":
+    if adapter.loss is not defaults.loss:
+        both = text.replace("losses[mine].sum()", "loss(logits(plain, ids[mine]), labels[mine]).detach() / tokens")
+        one, two = (line for line in text.splitlines() if "losses" in line and "wrong" not in line)
+        text = both.replace(f"{one}\n{two}", "    (loss(logits(plain, ids), labels) / tokens).backward()")
+    elif name != "loss":
         one, two = (line for line in text.splitlines() if "losses" in line)
         summed = one.replace("losses = ", "(").replace('"none").view(24, -1) / tokens', '"sum") / tokens).backward()')
         text = text.replace(f"{one}\n{two}", summed)

@@ -54,7 +54,7 @@ class LabLink:
             name, _, value = word.partition("=")
             if name not in values:
                 hint = did_you_mean(name, values, "keys:")
-                raise UserError(f"--link {text}: {word!r} is neither latency=TIME nor loss=PERCENT; {hint} {EXAMPLE}")
+                raise UserError(f"--link {text}: {word!r} is neither latency=TIME nor loss=PERCENT; {hint}; {EXAMPLE}")
             values[name] = _latency(text, value) if name == "latency" else _loss(text, value)
         return cls(_bits(text, bandwidth), **values)
 

@@ -15,7 +15,7 @@ from shardwise.layout.legality import suited
 from shardwise.layout.optimizers import MODEL
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
-from shardwise.model.adapters import A, B
+from shardwise.model.adapters import factor_of
 from shardwise.model.blueprint import Parameter, Part
 from shardwise.model.flops import (
     Recompute,
@@ -42,7 +42,7 @@ where it is tied to the embedding. other: of a traced module, whose names say no
 def group_of(part: Part, parameter: Parameter) -> str:
     """One of `GROUPS`."""
     words = parameter.name.split(".")
-    if words[-1] in (A, B):
+    if factor_of(parameter.name)[1]:
         return "adapters"
     if any(word == "norm" or word.endswith("_norm") for word in words):
         return "norms"

@@ -38,7 +38,7 @@ class Deferred:
     """The engine, made when the optimizer's settings are known."""
 
     def __init__(self, model: nn.Module, layout: dict[str, Any]) -> None:
-        self.model, self.layout, self.seen = model, layout, dict[str, Tensor]()
+        self.model, self.layout = model, layout
         self.engine: Any = None
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
 

@@ -173,7 +173,9 @@ def _check_settings(config: dict[str, Any], path: Path) -> None:
 def _lora_of(config: dict[str, Any], path: Path) -> Lora:
     _check_settings(config, path)
     targets, stacks = config.get("target_modules"), config.get("target_parameters") or []
-    if not isinstance(targets or [], list) or not isinstance(stacks, list) or not (targets or stacks):
+    if not isinstance(stacks, list):
+        raise UserError(f"{path}: target_parameters must be a list of names, not {stacks!r}")
+    if not isinstance(targets or [], list) or not (targets or stacks):
         raise UserError(f"{path}: target_modules must be a list of names, not {targets!r}")
     names = sorted({*(targets or []), *(stacked_target(str(name)) for name in stacks)})
     try:

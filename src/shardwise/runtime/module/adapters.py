@@ -146,6 +146,7 @@ def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> N
 def merge_adapters(module: nn.Module) -> None:
     """Add the adapters of a module to its weights, and leave them out of its state."""
     for child in module.modules():
+        child._parameters.pop(SCALE, None)  # of a base in 8 bits, which is whole again
         if isinstance(child, AdaptedMap):
             child.weight.addmm_(child.lora_b, child.lora_a, alpha=child.scale)
             del child.lora_a, child.lora_b
@@ -161,7 +162,7 @@ def _check_targets(module: nn.Module, lora: Lora, names: Iterable[str]) -> None:
     for target in lora.targets:
         if target not in names:
             hint = did_you_mean(target, sorted(names), "maps:")
-            raise UserError(f"lora: {type(module).__name__} has no nn.Linear named {target!r}; {hint}")
+            raise UserError(f"lora: {type(module).__name__} has nothing to adapt that is named {target!r}; {hint}")
 
 
 def _start(adapted: nn.Module, name: str) -> None:

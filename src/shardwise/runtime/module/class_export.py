@@ -25,7 +25,7 @@ def export_class(
     module, nonfinite = made() if base is None else made.pretrained(base).float(), []
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
+            if base is not None and not parameter.requires_grad:  # as the folder has it
                 continue
             values = torch.from_numpy(np.ascontiguousarray(checkpoint.read(f"model/{name}", dtype="float32")))
             parameter.copy_(values.view(parameter.shape))
