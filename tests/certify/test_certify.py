@@ -43,6 +43,17 @@ def backward(run, ids, labels, tokens):
     return loss.item()
 '''
 
+OWN_LOSS = ADAPTER.replace(
+    'loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens',
+    "value = loss(logits[None], labels.view(1, -1)) / tokens",
+).replace("loss * run", "value * run").replace("return loss", "return value") + '''
+
+def loss(logits, labels):
+    """Of smoothed labels."""
+    right = labels.flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), right, reduction="sum", label_smoothing=0.1)
+'''  # fmt: skip
+
 
 def shardwise(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "200"}
@@ -88,9 +99,10 @@ def test_mistakes_of_torch_are_found() -> None:
         assert cells["gradients"].state == "wrong" and kind in cells["gradients"].kind, (name, cells)
 
 
-def test_a_wrong_adapter_is_found_at_its_smallest_layout_with_a_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [ADAPTER, OWN_LOSS], ids=["the usual loss", "its own"])
+def test_a_wrong_adapter_is_found_at_its_smallest_layout_with_a_script(tmp_path: Path, source: str) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(ADAPTER.replace("FACTOR", "2"))
+    file.write_text(source.replace("FACTOR", "2"))
     done = shardwise("certify", str(file), "dp=4", "--json", "--out", str(tmp_path / "out"))
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
