@@ -93,6 +93,9 @@ def test_resolve_refuses_what_is_neither(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="neither in the catalog"):
         resolve(text)
+    for path in ("./nothing", "/nothing/config.json", "../nothing"):
+        with pytest.raises(UserError, match="^no such file or folder: "):
+            resolve(path)
 
 
 HUB = table(__file__, "HUB")

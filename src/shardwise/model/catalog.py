@@ -55,6 +55,8 @@ def resolve(text: str, fetch: bool = True, stored: bool = False) -> ModelConfig:
         return found
     if entry:
         return read_fields(entry[1], entry[0])
+    if text.startswith(("/", "./", "../", "~")):
+        raise UserError(f"no such file or folder: {text}")
     near = _nearest(text)
     if not hub.is_hub_id(text) or hub.offline() or not fetch:
         forbidden = f", which is not asked (--offline, {hub.OFFLINE})" if hub.is_hub_id(text) and fetch else ""
