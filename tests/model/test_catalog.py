@@ -94,7 +94,7 @@ def test_resolve_refuses_what_is_neither(text, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="neither in the catalog"):
         resolve(text)
     for path in ("./nothing", "/nothing/config.json", "../nothing"):
-        with pytest.raises(UserError, match="^no such file or folder: "):
+        with pytest.raises(UserError, match=r"^no such file or folder: "):
             resolve(path)
 
 

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 def planned(job: ServingJob) -> ServingJob:
     """The engine with the plan by which the class is divided. Raises `UserError` for what it cannot do."""
     layout, model = job.layout, ClassModel.of(job.model)
-    for key, wrong in (("pp", layout.pp > 1), ("cp", layout.cp > 1), ("zero", layout.zero > 0),
-                       ("ep", layout.ep > layout.tp)):  # fmt: skip
-        if wrong:
-            raise LayoutError(
-                f"{key}={getattr(layout, key)} has no generation of a model by its class of transformers yet: choose "
-                "tp, ep up to tp, and dp"
-            )
+    unable = {
+        f"pp={layout.pp}": layout.pp > 1, f"cp={layout.cp}": layout.cp > 1, f"zero={layout.zero}": layout.zero > 0,
+        f"ep={layout.ep}": layout.ep > layout.tp,
+    }  # fmt: skip
+    for words in (words for words, wrong in unable.items() if wrong):
+        raise LayoutError(
+            f"{words} has no generation of a model by its class of transformers yet: choose tp, ep up to tp, and dp"
+        )
     if job.quantize != "none":
         raise UserError(f"--int8: {job.model.name} is generated with by its class of transformers, in its precision")
     split = model.split(layout, 8 * layout.tp)
