@@ -67,7 +67,7 @@ def test_adapters_of_a_module_on_the_meta_device() -> None:
 
 
 def test_maps_that_are_not_there_are_named() -> None:
-    with pytest.raises(UserError, match=r"no nn\.Linear named 'q_proj'; maps: down, enter, head, up"):
+    with pytest.raises(UserError, match=r"nothing to adapt that is named 'q_proj'; maps: down, enter, head, up"):
         add_adapters(SkipMLP(), Lora(2, targets=("q_proj",)))
 
 

@@ -266,7 +266,8 @@ def test_trap_32_factors_of_a_run_without_lockstep(runs: Path, tmp_path: Path, l
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async", "dp=2,sync=local,every=3"])
 def test_slow_ranks_without_lockstep(runs: Path, tmp_path: Path, layout: str) -> None:
-    result, logged, _ = train(runs, tmp_path / "run", layout, "--slow", "rank=1,factor=3")
+    slow = ("--slow", "rank=1,factor=3", "--emulate", "40ms")  # long enough that rank 0 does not compute every share
+    result, logged, _ = train(runs, tmp_path / "run", layout, *slow)
     assert math.isfinite(result["loss"]) and len(result["waiting"]) == 2
     assert result["waiting"][1]["injected_s"] > 0 == result["waiting"][0]["injected_s"]
     assert sum("loss" in event for event in logged) == 6 or "async" in layout
