@@ -205,9 +205,9 @@ def test_a_configuration_is_written_and_read() -> None:
     assert again == config and again.emulated == 0.25 and again.stragglers.factor(1, 0) == 3
 
 
-def train(runs: Path, out: Path, layout: str, *more: str) -> tuple[dict, list[dict], str]:
-    """(result, events, standard output) of a run of six steps."""
-    done = shardwise(*command(runs, out, f"{layout},precision=fp32", 6, "--seq", "16", *more))
+def train(runs: Path, out: Path, layout: str, *more: str, steps: int = 6) -> tuple[dict, list[dict], str]:
+    """(result, events, standard output) of a run."""
+    done = shardwise(*command(runs, out, f"{layout},precision=fp32", steps, "--seq", "16", *more))
     return json.loads((out / "result.json").read_text()), events(out), done.stdout
 
 
@@ -266,8 +266,8 @@ def test_trap_32_factors_of_a_run_without_lockstep(runs: Path, tmp_path: Path, l
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async", "dp=2,sync=local,every=3"])
 def test_slow_ranks_without_lockstep(runs: Path, tmp_path: Path, layout: str) -> None:
-    slow = ("--slow", "rank=1,factor=3", "--emulate", "40ms")  # long enough that rank 0 does not compute every share
-    result, logged, _ = train(runs, tmp_path / "run", layout, *slow)
+    steps = 60 if "async" in layout else 6  # on a busy machine rank 0 may compute all shares of a few steps
+    result, logged, _ = train(runs, tmp_path / "run", layout, "--slow", "rank=1,factor=3", steps=steps)
     assert math.isfinite(result["loss"]) and len(result["waiting"]) == 2
     assert result["waiting"][1]["injected_s"] > 0 == result["waiting"][0]["injected_s"]
     assert sum("loss" in event for event in logged) == 6 or "async" in layout
