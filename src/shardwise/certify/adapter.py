@@ -174,7 +174,7 @@ class Adapter:
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
         if "loss" in values and "backward" not in values:
             raise UserError(
-                f"{values['name']}: an adapter with a loss of its own needs backward, too (docs/certify.md)"
+                f"{values['name']}: an adapter that defines loss must define backward, too (docs/certify.md)"
             )
         return cls(**values)
 
