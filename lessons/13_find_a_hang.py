@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 13. Find a hang, then a call that nobody needs
+# # 13. Find a hang, then a superfluous collective
 # A program on two processes stops in its third step. `shardwise audit` runs it as it is, and names the rank, the call
 # and the line. The repaired program shows a second mistake: it sends more than its layout must.
 

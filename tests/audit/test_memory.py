@@ -14,7 +14,7 @@ from shardwise.audit.result import audit_of
 SIZES = {"width": 1024, "micro": 1, "steps": 3}
 KINDS = ("ddp", "by hand", "fsdp2", "fsdp2 kept", "fsdp1", "tp")
 SHARDED = ("fsdp2", "fsdp2 kept", "fsdp1")
-"""Kinds of which the profiler misses frees: another thread does them, when a collective ends."""
+"""Programs whose frees the profiler misses: another thread does them, when a collective ends."""
 PROFILED = """
 import os, json, torch
 folder = os.path.dirname(__file__)

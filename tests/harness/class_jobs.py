@@ -226,7 +226,7 @@ def _rows(results: Path) -> list[dict[str, Any]]:
 
 
 def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Collection[str]) -> str:
-    """The table of all families of which there is a result."""
+    """The table of all families that have a result."""
     import transformers
 
     found = {(row["family"], row["kind"]): row for row in rows}

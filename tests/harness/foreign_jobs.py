@@ -192,7 +192,7 @@ class Trap:
 
 
 def refused(folder: Path, out: Path, model: ModelConfig, **options: Any) -> str:
-    """The one line by which an import is refused, which leaves nothing."""
+    """The one-line error of an import, which leaves nothing."""
     with pytest.raises(UserError) as error:
         import_checkpoint(folder, out, model, **options)
     assert not out.exists()
@@ -224,7 +224,7 @@ def refusals_of_mutants(folder: Path, files: list[Path], out: Path, model: Model
 
 
 def inside(content: Any, path: str) -> Any:
-    """What lies in dictionaries and lists at keys with slashes between them."""
+    """Values of nested dictionaries and lists at keys joined by slashes."""
     for key in path.split("/") if path else ():
         content = content[int(key) if key.isdecimal() else key]
     return content

@@ -134,7 +134,7 @@ ENDS: dict[str, tuple[int, int, str, str]] = {
         2, 1, "rank 1 exited with code 1: no such thing; the other rank was stopped",
         "all_started(); sys.exit('no such thing') if rank else time.sleep(600)"),
     "a single rank has no others": (1, 1, "rank 0 exited with code 7", "sys.exit(7)"),
-    "a mistake that every rank reports is told once": (
+    "a mistake that every rank reports is printed once": (
         3, 2, "the data is empty; give more", "fail('user', 'the data is empty; give more', code=2)"),
     "the rank that reported first is the cause": (
         2, 2, "the cause", """

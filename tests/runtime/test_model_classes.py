@@ -20,7 +20,7 @@ from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
 FAMILIES, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CHAINS", "GENERATING"))
-"""All that pass, and those of which pipelines and generation are tested, too."""
+"""Families that pass; families whose pipelines, and whose generation, are tested."""
 
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
@@ -186,7 +186,7 @@ def test_adapters_are_trained_resumed_merged_and_read_by_peft(made: Path, tmp_pa
 
 @pytest.mark.parametrize("family", some_of(GENERATING, 1, "generation of classes"))
 def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) -> None:
-    """Greedily, two prompts at a time, none of which is cut; windows, states and latents are those of its own cache."""
+    """Greedily, two prompts at a time, both whole; windows, states and latents are those of its own cache."""
     torch.manual_seed(0)
     module: Any = ClassModel({"model_type": family}, family).small(Layout.parse("tp=2"))().eval()
     with torch.no_grad():

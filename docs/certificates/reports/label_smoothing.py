@@ -13,7 +13,7 @@ SMOOTHING = 0.1
 
 
 def loss(logits, labels):
-    """1 - SMOOTHING for the label, the rest for all others alike."""
+    """1 - SMOOTHING for the label, the rest spread evenly over all others."""
     logs, share = F.log_softmax(logits.flatten(0, 1), -1), SMOOTHING / (logits.shape[-1] - 1)
     right = logs.gather(1, labels.flatten()[:, None])[:, 0]
     return -((1 - SMOOTHING - share) * right + share * logs.sum(1)).sum()

@@ -267,8 +267,8 @@ def trains_tables(model: Model) -> bool:
 def core_wait(split: StepShape, pricing: Pricing) -> Num:
     """Seconds of waiting per second of a rank's computation, as `calibrate device` measured it; 0 on a GPU.
 
-    Where a machine has more ranks than cores, all wait alike for each other ("shared"). Other programs hold up one rank
-    now and then ("taken"), and with it all that meet it in the step.
+    Where a machine has more ranks than cores, all wait equally for each other ("shared"). Other programs hold up one
+    rank now and then ("taken"), and with it all that meet it in the step.
     """
     values = pricing.constants.values
     return values.get("shared", 0.0) + values.get("taken", 0.0) * (
