@@ -16,6 +16,11 @@ PAGE, CHUNK = 16, 256
 """Tokens of a page of the cache, and of a chunk of a prompt, where nothing else is asked for."""
 
 
+def cuts_sequences(layout: Layout) -> bool:
+    """Whether a rank has a part of each sequence alone."""
+    return layout.cp > 1
+
+
 class VisibleBlock(NamedTuple):
     """A rank's queries `rows` that attend to the keys `columns` of one rank, as positions in their local order."""
 

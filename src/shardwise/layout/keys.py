@@ -84,8 +84,6 @@ class Key:
     """Of `MARKS`."""
     training: str = "is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3"
     """Why generation does not have it, where it is marked so."""
-    module: str = ""
-    """What it does that is not there yet for a user's module."""
     feature: tuple[str, str] = ("", "")
     """Field of `predict.time.features.Features` without which an engine does not have it, and that feature's name."""
     words: str | Mapping[str, str] = ""
@@ -282,7 +280,6 @@ class Keys:
         "searched untraced",
         least=1,
         rules=(_SPLITS,),
-        module="cuts sequences inside attention",
     )
     ep: int = key(
         1,

@@ -11,6 +11,7 @@ its log-sum-exp. Gradients of keys and values add up in fp32 for bf16.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.axes import CP
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.blockwise import Explicit, FlashOnCPU, FlashOnCUDA, Kernel, Merged
+from shardwise.ops.blockwise import Explicit, FlashOnCPU, FlashOnCUDA, Kernel, Merged, Scores
 from shardwise.ops.context import Core
 from shardwise.runtime.context import ulysses
-from shardwise.runtime.context.view import ContextBatch, block_scores
+from shardwise.runtime.context.view import block_scores
 from shardwise.runtime.transport.buffers import Target
 from shardwise.runtime.transport.comms import Comms
 
@@ -37,8 +38,8 @@ class ContextCore:
     kernel: Kernel
     part: str
     """The part that it belongs to, by which the ledger names its messages."""
-    core: CoreAttention
-    """The decoder's own: its dropout, and the heads at hand."""
+    scores: Callable[[Any, int], Scores]
+    """(batch, rank) -> the pairs of queries here and keys of that rank that see each other."""
 
     @property
     def rank(self) -> int:
@@ -124,15 +125,12 @@ class _Attention(torch.autograd.Function):
     returns [B, S / cp, H, V]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, core: ContextCore, source: Source, batch: ContextBatch, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, core: ContextCore, source: Source, batch: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         merged = None
         for other, packed in source.around(_packed(k, v)):
             rows, columns, _ = core.cut.visible(core.rank, other)
-            scores = block_scores(batch, core.core, core.cut, core.rank, other)
             keys, values = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
-            out, lse = core.kernel.forward(q[:, rows], keys, values, scores)
+            out, lse = core.kernel.forward(q[:, rows], keys, values, core.scores(batch, other))
             if merged is None:
                 merged = Merged(out, lse)
             else:
@@ -153,7 +151,7 @@ class _Attention(torch.autograd.Function):
         def gradients() -> Iterator[Tensor]:
             for other, packed in ctx.source.around(_packed(k, v)):
                 rows, columns, _ = core.cut.visible(core.rank, other)
-                scores = block_scores(ctx.batch, core.core, core.cut, core.rank, other)
+                scores = core.scores(ctx.batch, other)
                 keys, values = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
                 dq_part, *parts = core.kernel.backward(
                     grads[0][:, rows], q[:, rows], keys, values, out[:, rows], lse[:, :, rows].contiguous(), scores
@@ -184,8 +182,10 @@ def _placed(parts: list[Tensor], columns: slice, keys: torch.Size, values: torch
     return whole
 
 
-def attend(core: ContextCore, source: Source, q: Tensor, k: Tensor, v: Tensor, batch: ContextBatch) -> Tensor:
-    """Causal attention of this rank's queries to the whole sequence."""
+def attend(core: ContextCore, gathers: bool, q: Tensor, k: Tensor, v: Tensor, batch: Any = None) -> Tensor:
+    """Causal attention of this rank's queries to the whole sequence. gathers: keys and values, instead of a ring.
+    batch: what `core.scores` takes."""
+    source = GatherSource(core) if gathers else RingSource(core)
     out: Tensor = _Attention.apply(core, source, batch, q, k, v)  # type: ignore[no-untyped-call]
     return out
 
@@ -195,18 +195,31 @@ def context_core(part: str, plan: UnitPlan, comms: Comms, device: torch.device, 
     if plan.layout.ulysses:
         plain = core.forward
         core.first_head += plan.cp_rank * (plan.model.heads // plan.layout.tp // plan.layout.cp)
-        return lambda q, k, v, batch: ulysses.attend(comms, part, plain, q, k, v, batch)
-    context = ContextCore(comms, plan.sequence, kernel_for(plan, core, device), part, core)
-    source = RingSource(context) if plan.layout.cpkind == "ring" else GatherSource(context)
-    return lambda q, k, v, batch: attend(context, source, q, k, v, batch)
+
+        def across(q: Tensor, k: Tensor, v: Tensor, batch: Any) -> Tensor:
+            whole = partial(plain, batch=batch.whole)
+            return ulysses.attend(comms, part, whole, plan.workload.seq, q, k, v)
+
+        return across
+
+    def scores(batch: Any, other: int) -> Scores:
+        return block_scores(batch, core, plan.sequence, plan.cp_rank, other)
+
+    context = ContextCore(comms, plan.sequence, _kernel(plan, core, device), part, scores)
+    return partial(attend, context, plan.layout.cpkind == "allgather")
 
 
-def kernel_for(plan: UnitPlan, core: CoreAttention, device: torch.device) -> Kernel:
-    """The kernel for a core's blocks of attention. FlashAttention takes bf16 and no masks."""
-    explicit = Explicit(core.scale, core.softcap or 0.0)
+def _kernel(plan: UnitPlan, core: CoreAttention, device: torch.device) -> Kernel:
+    """The kernel for a core's blocks of attention."""
     if not core.fused:
-        return explicit
+        return Explicit(core.scale, core.softcap or 0.0)
+    masked = plan.workload.isolate_documents or core.window > 0
+    return fused_kernel(plan.layout.dtype, core.scale, device, masked)
+
+
+def fused_kernel(dtype: str, scale: float, device: torch.device, masked: bool = False) -> Kernel:
+    """A device's kernel that computes blocks of attention in one piece, where it has one: FlashAttention takes bf16 and
+    no masks."""
     if device.type == "cpu":
-        return FlashOnCPU(core.scale)
-    masked = plan.workload.isolate_documents or core.window
-    return FlashOnCUDA(core.scale) if plan.layout.dtype == "bfloat16" and not masked else explicit
+        return FlashOnCPU(scale)
+    return FlashOnCUDA(scale) if dtype == "bfloat16" and not masked else Explicit(scale)

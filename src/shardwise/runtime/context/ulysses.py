@@ -4,6 +4,7 @@
 are fewer key/value heads than ranks, each goes to all ranks whose queries need it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout.axes import CP
-from shardwise.ops.context import Core
-from shardwise.runtime.context.view import ContextBatch
 from shardwise.runtime.transport.comms import Comms
 
 
@@ -35,14 +34,13 @@ def _exchanged(comms: Comms, part: str, x: Tensor) -> Tensor:
     return out
 
 
-def attend(comms: Comms, part: str, core: Core, q: Tensor, k: Tensor, v: Tensor, batch: ContextBatch) -> Tensor:
-    """`core` over all tokens, for a cp-th of the heads.
+def attend(comms: Comms, part: str, core: Callable[..., Tensor], seq: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`core` over all `seq` tokens, for a cp-th of the heads.
 
     q: [B, S / cp, H, D]; k: [B, S / cp, K, D]; v: [B, S / cp, K, V]; returns [B, S / cp, H, V].
     """
-    assert batch.whole is not None
-    seq, padded = batch.whole.index.shape[1], q.shape[1] * comms.size(CP)
-    out = core(*_to_heads(comms, part, seq, q, k, v), batch.whole)
+    padded = q.shape[1] * comms.size(CP)
+    out = core(*_to_heads(comms, part, seq, q, k, v))
     return _to_sequence(comms, part, F.pad(out, [0, 0, 0, 0, 0, padded - seq]))
 
 

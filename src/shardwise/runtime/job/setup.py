@@ -30,6 +30,7 @@ from shardwise.layout.axes import (
     TP,
     Axes,
 )
+from shardwise.layout.context import cuts_sequences
 from shardwise.layout.units import UnitPlan
 from shardwise.model.parameters import Model, blueprint
 from shardwise.runtime.context.view import cut_sequences
@@ -94,7 +95,7 @@ def local_view(batch: Batch, targets: Tensor, plan: UnitPlan) -> tuple[Batch, Te
 
     Context parallelism cuts sequences; under sequence parallelism the residual stream has a slice of what is left.
     """
-    if plan.layout.cp > 1:
+    if cuts_sequences(plan.layout):
         batch, targets = cut_sequences(batch, targets, plan.sequence, plan.cp_rank)
     if not plan.layout.sp:
         return batch, targets

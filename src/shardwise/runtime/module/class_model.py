@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.context import SequenceCut, cuts_sequences
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import read_fields, to_huggingface
 from shardwise.model.lora import Lora
@@ -181,7 +182,7 @@ class ClassModel:
 
     def verification(self, layout: Layout) -> dict[str, Any]:
         """The arguments of `verify`. Raises `UserError` as `split`."""
-        rows, seq = 2 * layout.dp * fewest_micro_batches(layout), 8 * layout.tp
+        rows, seq = 2 * layout.dp * fewest_micro_batches(layout), SequenceCut.of(layout, 8 * layout.tp).padded
         split = self.split(layout, seq)
         return {
             "model": self, "layout": layout, "example": partial(self.inputs, rows, seq), "plan": split.plan,
@@ -240,8 +241,36 @@ class ClassModel:
         blocks = find_blocks(module, None)
         if not blocks:
             raise UserError(f"{self.name}: {self.kind.__name__} has no list of blocks")
+        if cuts_sequences(layout):
+            plain._check_tokens(layout, seq)
         parts = plain._order(blocks, self.inputs(2, seq)) if layout.pp > 1 else None
         return self.divided(layout, plain._plan(module, layout) if layout.tp > 1 else None, parts)
+
+    def _check_tokens(self, layout: Layout, seq: int) -> None:
+        """Raise `LayoutError` where its tokens do not meet in causal attention alone, as a small model of its kind
+        shows, or within a window."""
+        import torch
+
+        from shardwise.runtime.module.context import check_tokens
+        from shardwise.runtime.module.experts import use_exact_products
+
+        text = self._text
+        if set(getattr(text, "layer_types", None) or ["any"]) != {"full_attention"}:
+            for field, value in text.to_dict().items():
+                if _WINDOW.fullmatch(field) and type(value) is int and value < seq:
+                    raise LayoutError(
+                        f"cp: {self.name} attends within {field} = {value} tokens, and cp does not cut windows of a "
+                        f"user's module: leave cp out, or choose --seq {value} or less"
+                    )
+        small = self.small(replace(layout, ep=1, etp=0))
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            module = small().double()
+            use_exact_products(module)
+            with torch.no_grad():
+                for parameter in module.parameters():  # some begin as 0, which hides what they multiply
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            check_tokens(module, small.inputs(2, 8))
 
     def divided(self, layout: Layout, plan: Mapping[str, str] | None, parts: Sequence[str] | None) -> ClassSplit:
         """The model under a layout by the plan and parts of `split`. Raises `UserError`."""
@@ -313,13 +342,14 @@ def _traced_dtype() -> Any:
     return torch.bfloat16
 
 
+_WINDOW = re.compile(r".*(sliding_window|window_size|local_attention|chunk_size)")
 _SIZES = [
     (re.compile(pattern), size)
     for pattern, size in (
         (r"n_groups?|topk_group|.*n_groups|num_expert_group", 1),
         (r".*vocab_size.*", 128),
         (r".*(position_embeddings|positions|n_ctx|seq_len\w*|sequence_length|seq_length)", 128),
-        (r".*(sliding_window|window_size|local_attention|chunk_size)", 16),
+        (_WINDOW.pattern, 16),
         (r"first_k_dense_replace|.*dense_layers", 1),
         (r".*(experts_per_tok\w*|top_?k\w*|selected_experts)|moe_k", 2),
         (r"n_shared_experts|.*num_shared_experts?|.*shared_expert_num", 1),

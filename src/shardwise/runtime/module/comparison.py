@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from shardwise.errors import UserError
-from shardwise.layout.axes import DP, TP
+from shardwise.layout.axes import CP, DP, TP
+from shardwise.layout.context import cuts_sequences
 from shardwise.runtime.module.describe import call
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import is_meta, values_of
@@ -79,6 +80,9 @@ class _Place:
     def __init__(self, program: ModuleProgram, rows: int) -> None:
         self.whole, comms = rows, program.comms
         self.dp, self.tp = (comms.size(DP), comms.index(DP)), (comms.size(TP), comms.index(TP))
+        self.cut, self.pieces = program.rows, comms.size(CP)
+        self.counts = not comms.index(DP + CP)
+        """Whether it counts the tokens of the loss, which is a sum over all ranks."""
 
     def has_rows(self, x: Any) -> bool:
         """Whether it is a tensor over the whole batch."""
@@ -89,9 +93,24 @@ class _Place:
         count, at = self.dp
         return x.chunk(count)[at] if self.has_rows(x) else x
 
+    def tokens_of(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """This rank's tokens of a tensor of whole sequences that has this shape here, but for the shards under sp; any
+        other as it is."""
+        if self.cut is None or x.dim() < 2 or len(shape) < 2 or x.shape[1] not in self._lengths(shape[1]):
+            return x
+        return x[:, self.cut.places(x.shape[1])]
+
+    def _lengths(self, here: int) -> tuple[int, int]:
+        return here * self.pieces, here * self.pieces * self.tp[0]
+
+    def factors(self, number: int, x: Tensor) -> Tensor:
+        """What an output here is multiplied with: its part of what that of the whole batch is."""
+        tokens = [x.shape[1] * self.pieces] if x.dim() > 1 else []
+        return self.tokens_of(_factors(number, self.whole, (*tokens, *x.shape[2:])), x.shape)
+
     def like(self, expected: Tensor, shape: torch.Size) -> Tensor | None:
         """The part of a whole tensor that has this shape here; None where there is none."""
-        own = self.rows_of(expected)
+        own = self.tokens_of(self.rows_of(expected), shape)
         if own.shape != shape and own.dim() and own.shape[-1] == self.tp[0] * shape[-1]:
             own = own.chunk(self.tp[0], -1)[self.tp[1]]
         if own.shape != shape and own.dim() > 2 and own.shape[1] == self.tp[0] * shape[1]:  # sequences under sp
@@ -111,8 +130,9 @@ def compare_split(request: VerifyRequest) -> RankDifference:
     rows = _rows(example, request.layout.dp, micro_batches)
     plain = _OneDevice(copy.deepcopy(module).double(), example, rows, request.layout.dp * micro_batches)
     program = split(
-        module, request.layout, request.plan, blocks=request.blocks, parts=request.parts, accumulate=micro_batches
-    ).program
+        module, request.layout, request.plan, example if cuts_sequences(request.layout) else None,
+        blocks=request.blocks, parts=request.parts, accumulate=micro_batches,
+    ).program  # fmt: skip
     place, outputs = _Place(program, rows), _Outputs(module)
     plain.run_alone(place.dp[1] * micro_batches)
     failure = _split_pass(program, outputs, example, place)
@@ -154,15 +174,18 @@ def _name(name: str, module: nn.Module) -> str:
     return name or type(module).__name__
 
 
-def _loss(out: Any, rows: int, own: Callable[[Tensor], Tensor], local: int) -> Tensor:
-    """A random linear function of every output that has the rows of a batch, `local` of the `rows` of the whole one.
-    own: those of a tensor over the whole batch. Where no output has rows, the sum of the scalar ones."""
+def _factors(number: int, rows: int, shape: Sequence[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED + number)
+    return torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+
+
+def _loss(out: Any, rows: int, factors: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """A random linear function of every output that has so many rows. factors: (number of the output, output) -> what
+    it is multiplied with. Where no output has rows, the sum of the scalar ones."""
     total = torch.zeros((), dtype=torch.float64)
-    used = _with_rows(out, local)
+    used = _with_rows(out, rows)
     for number, x in enumerate(used):
-        generator = torch.Generator().manual_seed(SEED + number)
-        factors = torch.randn(rows, *x.shape[1:], generator=generator, dtype=torch.float64)
-        total = total + (x.double() * own(factors)).sum()
+        total = total + (x.double() * factors(number, x)).sum()
     if not used:
         scalars = [x for x in _floating(out) if x.requires_grad and not x.dim()]
         if not scalars:
@@ -193,11 +216,15 @@ class _OneDevice:
         """Outputs for the rows of one chunk. A loss, and any other output over all rows of a pass, is compared with
         these: a rank's mean is over the tokens of its own rows, however many the others have."""
         self._outputs.on = False
+
+        def loss(out: Any, count: int) -> Tensor:
+            return _loss(out, count, lambda number, x: _factors(number, rows, x.shape[1:]))
+
         if _with_rows(out, rows):
-            _loss(out, rows, lambda factors: factors, rows).backward()
+            loss(out, rows).backward()
         else:
             for number in range(chunks):
-                _loss(call(module, self._chunk(number)), rows, lambda factors: factors, rows // chunks).backward()
+                loss(call(module, self._chunk(number)), rows // chunks).backward()
         self.gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in module.named_parameters()
@@ -231,11 +258,11 @@ def _split_pass(program: ModuleProgram, outputs: _Outputs, example: Any, place: 
         number, rows = batch
         out = call(run, rows)
         outputs.on = False
-        own = partial(rows_of, number)
-        return _loss(out, place.whole, own, local), int(place.dp[1] == number == 0)
+        total = _loss(out, local, lambda which, x: rows_of(number, place.factors(which, x)))
+        return total, int(place.counts and number == 0)
 
     try:
-        micro_batches = [(n, _pytree.tree_map(partial(rows_of, n), example)) for n in range(count)]
+        micro_batches = [(n, program.of_rows(_pytree.tree_map(partial(rows_of, n), example))) for n in range(count)]
         program.learn_shapes(loss, micro_batches)
         if program.stages is not None:
             outputs.computes = program.stages.computes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,9 +58,16 @@ def usual_masks(example: Any) -> Iterator[None]:
     `transformers.masking_utils.find_packed_sequence_indices` looks for packed sequences in the positions, and on fake
     tensors takes all rows as packed, which has a mask where a step has none.
     """
-    masking = sys.modules.get("transformers.masking_utils")
     packs = isinstance(example, Mapping) and example.get("position_ids") is not None
-    if packs or not hasattr(masking, _LOOKS):
+    with nullcontext() if packs else unpacked():
+        yield
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """While positions that do not count up are no sign of packed sequences."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masking, _LOOKS):
         yield
         return
     before = getattr(masking, _LOOKS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check_runnable, pipeline
-from shardwise.layout.keys import changed
+from shardwise.layout.context import SequenceCut, cuts_sequences
 from shardwise.layout.legality import check_adapters, check_modes, check_narrow_base
 from shardwise.layout.optimizers import check_own
 from shardwise.model import ModelConfig
@@ -13,9 +13,6 @@ from shardwise.model.blueprint import Blueprint
 
 def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
     """Raise `LayoutError` for a layout that cannot split a user's module, or not on so many `ranks`."""
-    for key, value in changed(layout).items():
-        if key.module:
-            raise LayoutError(f"{key.text(value)} {key.module}; it is not there yet for a user's module: leave it out")
     if layout.served:
         raise LayoutError(
             f"sync={layout.sync} has parameter servers, which hand out a run's text; a user's module gets its batches "
@@ -26,11 +23,13 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             "recompute=input computes blocks again from the first one's input, and a user's module may take other "
             "tensors between them: choose recompute=full"
         )
-    if layout.recompute == "selective" and layout.compile == "block":
+    finds = {"recompute=selective": layout.recompute == "selective", "cp": cuts_sequences(layout)}
+    for name in (name for name, so in finds.items() if so and layout.compile == "block"):
         raise LayoutError(
-            "recompute=selective finds attention as it runs, which compile=block does not show: choose recompute=full, "
-            "or leave compile out"
+            f"{name} finds attention as it runs, which compile=block does not show: leave one of them out"
         )
+    if all(finds.values()):
+        raise LayoutError("recompute=selective under cp would send keys and values once more: choose recompute=full")
     check_modes(layout)
     if layout.offloads_activations and layout.pp > 1:
         raise LayoutError(
@@ -69,6 +68,10 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
         )
     if layout.sp and workload.seq % layout.tp:
         raise LayoutError(f"sequences of {workload.seq} tokens cannot be cut into tp = {layout.tp} equal pieces")
+    if (padded := SequenceCut.of(layout, workload.seq).padded) != workload.seq:
+        raise LayoutError(
+            f"{name}: cp cuts sequences of {workload.seq} tokens into unequal pieces: choose --seq {padded}"
+        )
 
 
 def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) -> None:

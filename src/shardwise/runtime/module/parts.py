@@ -24,9 +24,11 @@ from torch.utils import _pytree
 
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
+from shardwise.layout.context import cuts_sequences
 from shardwise.layout.units import UnitPlan, Use
 from shardwise.ops.gradients import GradSlot, WeightGradients, grad_slot
 from shardwise.runtime.module.chain import ENTRY, EXIT
+from shardwise.runtime.module.context import CutRows
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps, outside
 from shardwise.runtime.module.recompute import BlockRecomputation
@@ -126,6 +128,9 @@ class PartRunner(Runner):
                     continue
                 parameter = module.get_parameter(placed.name)
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
+        self.rows = CutRows(plan, comms, device) if cuts_sequences(plan.layout) else None
+        """What this rank has of each row, where sequences are cut."""
+        self._names = {module.get_submodule(p.name): p.name for p in plan.blueprint.parts if p.kind == "block"}
         self.recomputation, self._compiler = BlockRecomputation(plan.layout.recompute), None
         if plan.layout.compile == "block":
             from shardwise.runtime.compiling import ModuleBlocks  # brings in the compiler
@@ -145,6 +150,8 @@ class PartRunner(Runner):
         """A block's forward pass as the layout has it."""
         if self._compiler is not None:
             forward = self._compiler.compiled(block, forward)
+        if self.rows is not None:
+            forward = self.rows.wrap(self._names[block], forward)
         return self.recomputation.wrap(block, forward)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,9 +159,8 @@ class PartRunner(Runner):
         code reads a weight that is in 8 bits."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
         try:
-            if self.stages is not None:
-                return self.module(*args, **kwargs)
-            return self._part(ROOT, self.module, *args, **kwargs)
+            forward: Callable[..., Any] = self.module if self.rows is None else partial(self.rows.run, self.module)
+            return forward(*args, **kwargs) if self.stages is not None else self._part(ROOT, forward, *args, **kwargs)
         except RuntimeError as error:
             if "PartBoundary is a view and is being modified inplace" in str(error):
                 raise UserError(
@@ -173,6 +179,10 @@ class PartRunner(Runner):
                     "map, or leave base out"
                 ) from error
             raise
+
+    def of_rows(self, batch: Any) -> Any:
+        """What this rank has of the rows of a batch: all of it, where sequences are not cut."""
+        return batch if self.rows is None else self.rows.of(batch)
 
     def run_stage(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
         """A stage, as of `ModuleStages.run`; the whole module where there are none. Without gradients a stage's

@@ -16,6 +16,7 @@ from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.module.context import TokenLoss
 from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
 from shardwise.runtime.module.pipelined import Loss, Messages, ModuleWorker
@@ -84,6 +85,8 @@ class ModuleProgram(StepProgram, PartRunner):
                 f"{len(micro_batches)} micro-batches for a split that accumulates {self.plan.micro_batches}: give as "
                 "many, or split with accumulate="
             )
+        if self.rows is not None and not self.steps:
+            loss_fn = TokenLoss(self, loss_fn)
         outcome = self.train(self._worker(loss_fn, micro_batches), lr, self.rounds.ends(self.steps))
         self.steps += 1
         return outcome

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint import find
-from shardwise.errors import DivergedError, UserError
+from shardwise.errors import DivergedError, LayoutError, UserError
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.context import cuts_sequences
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
 from shardwise.report.compare import ReportComparison, compare
@@ -29,6 +30,7 @@ from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
 from shardwise.runtime.module.chain import find_chain
+from shardwise.runtime.module.context import check_tokens
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.failures import Failures
@@ -67,7 +69,7 @@ def split(
     rows of a micro-batch, which only predictions need to know.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
-    Under a pipeline `parts` has the order.
+    Under a pipeline `parts` has the order. Under cp it is needed to see that tokens meet in causal attention alone.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
     parts: under a pipeline, all modules with parameters in the order in which a micro-batch passes through them, or
     patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
@@ -86,6 +88,13 @@ def split(
     check_module_layout(layout, dist.get_world_size())
     module = _built(model)
     found = find_blocks(module, blocks)
+    if cuts_sequences(layout):
+        if example is None or is_meta(module):
+            raise LayoutError(
+                "cp needs example=, inputs of a forward pass, and a module that is not on the meta device: it is run "
+                "to see that tokens meet in attention alone"
+            )
+        check_tokens(module, example)
     if lora is not None:
         add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora, found)
     if layout.precision == "fp64":
@@ -184,6 +193,7 @@ class SplitModule(nn.Module):
             with self.program.engine.evaluation_in_step():
                 return self.program.run(*args, **kwargs)
         with self._failures.shared():
+            args, kwargs = self.program.of_rows((args, kwargs))
             return self.program.infer(*args, **kwargs)
 
     def train_step(
@@ -216,6 +226,7 @@ class SplitModule(nn.Module):
         self, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any], lr: float | None, measure: bool
     ) -> StepOutcome:
         lr = self.program.optimizer.config.lr if lr is None else lr
+        micro_batches = [self.program.of_rows(batch) for batch in micro_batches]
         step = partial(self.program.step, lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         self._trains = True
         try:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.decoder import Decoder
+from shardwise.layout.context import cuts_sequences
 from shardwise.layout.placement import place
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import Mode, OpContext, Options
@@ -31,7 +32,7 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
             recompute=layout.recompute,
             compiled=layout.compile == "block" and plan.kind(part) == "block",
             fused=plan.fused,
-            cut_sequence=layout.cp > 1,
+            cut_sequence=cuts_sequences(layout),
         ),
         arounds=compose(plan, comms, part) if comms is not None else {},
         vocabulary=vocabulary_range(plan) if layout.tp > 1 else None,
