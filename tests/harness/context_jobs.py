@@ -1,6 +1,7 @@
 """What ranks run for the tests of context parallelism: attention alone, compared with one device."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from shardwise.ops.blockwise import Explicit, FlashOnCPU
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.context import cores as ring
 from shardwise.runtime.context import ulysses
-from shardwise.runtime.context.view import ContextBatch, local_places
+from shardwise.runtime.context.view import ContextBatch, block_scores, local_places
 from shardwise.runtime.transport.comms import Comms
 
 
@@ -81,11 +82,11 @@ def attend(rank: int, job: AttentionJob) -> tuple[float, tuple[LedgerRow, ...]]:
     module = core_of(job)
     comms.start_recording()
     if job.kind == "ulysses":
-        out = ulysses.attend(comms, "core", module, *leaves, batch)
+        out = ulysses.attend(comms, "core", partial(module, batch=everything), everything.index.shape[1], *leaves)
     else:
-        core = ring.ContextCore(comms, cut, (Explicit if job.explicit else FlashOnCPU)(module.scale), "core", module)
-        source = ring.RingSource(core) if job.kind == "ring" else ring.GatherSource(core)
-        out = ring.attend(core, source, *leaves, batch)
+        kernel = (Explicit if job.explicit else FlashOnCPU)(module.scale)
+        core = ring.ContextCore(comms, cut, kernel, "core", lambda b, other: block_scores(b, module, cut, rank, other))
+        out = ring.attend(core, job.kind == "allgather", *leaves, batch)
     local = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     comms.stop_recording()
     real = places < job.seq

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.compile_jobs import default_backend
@@ -31,7 +32,8 @@ from harness.own_modules import (
 from harness.pool import run_ranks
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.layout.axes import DATA, REPLICA, Axes
+from shardwise.layout.axes import DP, REPLICA, Axes
+from shardwise.layout.context import cuts_sequences
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes, LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
@@ -108,7 +110,7 @@ def made(name: str) -> nn.Module:
     return MODULES[name]().double()
 
 
-def rows_of(comms: Comms, name: str, step: int, accumulate: int = 1, axes: Axes = DATA) -> list[tuple[Tensor, ...]]:
+def rows_of(comms: Comms, name: str, step: int, accumulate: int = 1, axes: Axes = DP) -> list[tuple[Tensor, ...]]:
     """This rank's micro-batches of a step. axes: over which the rows are cut."""
     rows = [part.chunk(comms.size(axes))[comms.index(axes)] for part in own_batch(name, ROWS, step)]
     return list(zip(*(part.chunk(accumulate) for part in rows), strict=True))
@@ -134,8 +136,8 @@ def own_split(job: OwnTraining) -> SplitModule:
     layout = Layout.parse(f"{job.layout},precision=fp64")
     plan = PLANS.get(job.name) if layout.tp > 1 or layout.ep > 1 else None
     return split(
-        MODULES[job.name](), layout, plan, parts=PARTS.get(job.name), accumulate=job.accumulate, optimizer=SETTINGS,
-        transport=job.transport,
+        MODULES[job.name](), layout, plan, own_batch(job.name, 2, 0)[0] if cuts_sequences(layout) else None,
+        parts=PARTS.get(job.name), accumulate=job.accumulate, optimizer=SETTINGS, transport=job.transport,
     )  # fmt: skip
 
 
@@ -158,9 +160,9 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
     outcome.ledger, outcome.report = comms.ledger(), module.report()
     plain = MODULES[job.name]().double()
     plain.load_state_dict(reference, strict=False)
-    inputs = own_batch(job.name, 2, comms.index(DATA))[0]
+    inputs = own_batch(job.name, 2, comms.index(DP))[0]
     with torch.no_grad():
-        logits, expected = logits_of(module(inputs)), logits_of(plain(inputs))
+        logits, expected = logits_of(module(inputs)), module.program.of_rows(logits_of(plain(inputs)))
     # Only the last stage of a pipeline has them.
     outcome.evaluation = float((logits - expected).abs().max()) if logits is not None else 0.0
     end(module)
@@ -180,6 +182,24 @@ def train_compiled(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) ->
     with default_backend(counted):
         outcome = train_own(rank, payload)
     return outcome, graphs
+
+
+def refused_cut(rank: int, kind: str) -> str:
+    """What is said of a loss, a batch or a split that cannot have its sequences cut."""
+    ids, targets = own_batch("attends", 2, 0)
+
+    def shifted(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        logits = model(batch[0])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten(), reduction="sum"), logits.shape[1]
+
+    losses: dict[str, Any] = {"shifted": shifted, "labels": lambda model, batch: model(batch[0], labels=batch[1])}
+    try:
+        module = split(MODULES["attends"](), "cp=2", example=None if kind == "no example" else ids)
+        end = 7 if kind == "odd" else None
+        module.train_step(losses.get(kind, summed_loss), (ids[:, :end], targets[:, :end]))
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 EVERY = 2
@@ -219,7 +239,7 @@ def train_local(rank: int, payload: tuple[OwnTraining, dict[str, Tensor], int]) 
     module = own_split(job)
     comms, losses, saved = module.program.comms, [], []
     for step in range(module.load(Path(job.load)) if job.load else 0, steps):
-        micro = rows_of(comms, job.name, step, job.accumulate, REPLICA + DATA)
+        micro = rows_of(comms, job.name, step, job.accumulate, REPLICA + DP)
         losses.append(module.train_step(summed_loss, micro, lr=LR).loss)
         if job.save:
             try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.float64 import oracle
 
-VOCAB, WIDTH, SEQ = 24, 16, 6
+VOCAB, WIDTH, SEQ = 24, 16, 8
 
 
 class SkipBlock(nn.Module):
@@ -278,16 +278,16 @@ class AttentionBlock(nn.Module):
 
 
 class AttentionModel(nn.Module):
-    """A table, four blocks, a norm and a head. ids: [batch, seq]."""
+    """Two tables, four blocks, a norm and a head. ids: [batch, seq]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.table, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
         self.blocks = nn.ModuleList(AttentionBlock(WIDTH) for _ in range(4))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.table(ids) + self.places(torch.arange(ids.shape[1]) if position_ids is None else position_ids)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -486,7 +486,7 @@ PARTS = {
     "states": ["table", "blocks.*", "head"],
     "routed": ["table", "blocks.*", "head"],
     "plain": ["enter", "blocks.*", "head"],
-    "attends": ["table", "blocks.*", "norm", "head"],
+    "attends": ["table", "places", "blocks.*", "norm", "head"],
     "tied": ["table", "blocks.*", "head"],
 }
 GPT2_PLAN = {

@@ -107,7 +107,6 @@ def test_replicas_save_after_an_outer_step_and_any_layout_continues(tmp_path):
         ("dp=2,sync=local,every=2,offload=nvme", "choose offload=cpu"),
         ("pp=2,schedule=zb-h1,compile=block", "choose another schedule or compile=off"),
         ("compile=block,offload_activations=cpu", "choose compile=off"),
-        ("cp=2", "cuts sequences inside attention"),
     ],
 )
 def test_what_a_module_cannot_have_is_one_line(layout, message):

@@ -21,6 +21,11 @@ def cuts_sequences(layout: Layout) -> bool:
     return layout.cp > 1
 
 
+def gathers_keys(layout: Layout) -> bool:
+    """Whether keys and values of all ranks are gathered, instead of passing by."""
+    return layout.cpkind == "allgather"
+
+
 class VisibleBlock(NamedTuple):
     """A rank's queries `rows` that attend to the keys `columns` of one rank, as positions in their local order."""
 

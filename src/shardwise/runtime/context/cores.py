@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.axes import CP
-from shardwise.layout.context import SequenceCut
+from shardwise.layout.context import SequenceCut, gathers_keys
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.blockwise import Explicit, FlashOnCPU, FlashOnCUDA, Kernel, Merged, Scores
 from shardwise.ops.context import Core
@@ -206,7 +206,7 @@ def context_core(part: str, plan: UnitPlan, comms: Comms, device: torch.device, 
         return block_scores(batch, core, plan.sequence, plan.cp_rank, other)
 
     context = ContextCore(comms, plan.sequence, _kernel(plan, core, device), part, scores)
-    return partial(attend, context, plan.layout.cpkind == "allgather")
+    return partial(attend, context, gathers_keys(plan.layout))
 
 
 def _kernel(plan: UnitPlan, core: CoreAttention, device: torch.device) -> Kernel:

@@ -1,6 +1,6 @@
 """Context parallelism of a user's module: a rank has some tokens of every row, and its attention sees the others.
 
-The rows of a batch are cut before the module runs, which is told the positions of what is left. In its place
+The rows of a batch are cut before the module runs, which gets the positions of what is left. In its place
 `torch.nn.functional.scaled_dot_product_attention` attends over the whole sequence (`runtime/context/`), where it is
 causal and without a mask. Whatever else computes from several tokens would see this rank's alone: `check_tokens` finds
 such modules, `TokenLoss` such losses.
@@ -22,13 +22,14 @@ from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.axes import CP
-from shardwise.layout.context import SequenceCut
+from shardwise.layout.context import SequenceCut, gathers_keys
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.blockwise import Scores
 from shardwise.runtime.context import ulysses
 from shardwise.runtime.context.cores import ContextCore, attend, fused_kernel
 from shardwise.runtime.context.view import local_places
 from shardwise.runtime.module.describe import ROOT, call
+from shardwise.runtime.module.initial import is_meta
 from shardwise.runtime.module.inputs import unpacked
 from shardwise.runtime.transport.comms import Comms
 
@@ -68,11 +69,11 @@ def _causal(
 
 
 def check_positions(module: nn.Module) -> None:
-    """Raise `LayoutError` for a module that is not told positions."""
+    """Raise `LayoutError` for a module that takes no positions."""
     if POSITIONS not in inspect.signature(type(module).forward).parameters:
         raise LayoutError(
-            f"cp: the forward pass of {type(module).__name__} takes no {POSITIONS}, so it cannot be told which tokens "
-            "of a sequence a rank has: add that argument, or leave cp out"
+            f"cp: the forward pass of {type(module).__name__} takes no {POSITIONS}, and a rank has tokens from "
+            "the middle of sequences: add that argument, or leave cp out"
         )
 
 
@@ -136,7 +137,7 @@ class CutRows:
         else:
             kernel = fused_kernel(layout.dtype, scale, q.device)
             core = ContextCore(comms, cut, kernel, part, lambda _, rank: Scores(cut.visible(core.rank, rank).causal))
-            out = attend(core, layout.cpkind == "allgather", q, k, v)
+            out = attend(core, gathers_keys(layout), q, k, v)
         return out.transpose(1, 2)
 
 
@@ -206,8 +207,13 @@ def _rolled(seq: int, x: Any) -> Any:
 
 def check_tokens(module: nn.Module, example: Any) -> None:
     """Raise `LayoutError` unless tokens meet in causal attention alone: the outputs for an example [B, S] whose rows
-    are cut into two, each a row with its positions, are those for whole rows."""
+    are cut into two, each a row with its positions, are those for whole rows. Nor without an example or values."""
     check_positions(module)
+    if example is None or is_meta(module):
+        raise LayoutError(
+            "cp needs example=, inputs of a forward pass, and a module that is not on the meta device: it is run to "
+            "see that tokens meet in attention alone"
+        )
     modes = [(child, child.training) for child in module.modules()]
     try:
         same = _same_in_pieces(module.eval(), example, _length(example))

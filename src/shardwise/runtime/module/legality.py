@@ -23,12 +23,13 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             "recompute=input computes blocks again from the first one's input, and a user's module may take other "
             "tensors between them: choose recompute=full"
         )
-    finds = {"recompute=selective": layout.recompute == "selective", "cp": cuts_sequences(layout)}
-    for name in (name for name, so in finds.items() if so and layout.compile == "block"):
+    selective = layout.recompute == "selective"
+    if layout.compile == "block" and (selective or cuts_sequences(layout)):
         raise LayoutError(
-            f"{name} finds attention as it runs, which compile=block does not show: leave one of them out"
+            "recompute=selective and cp find attention as it runs, which compile=block does not show: choose "
+            "recompute=full, or leave compile out"
         )
-    if all(finds.values()):
+    if selective and cuts_sequences(layout):
         raise LayoutError("recompute=selective under cp would send keys and values once more: choose recompute=full")
     check_modes(layout)
     if layout.offloads_activations and layout.pp > 1:

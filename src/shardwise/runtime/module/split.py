@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint import find
-from shardwise.errors import DivergedError, LayoutError, UserError
+from shardwise.errors import DivergedError, UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.context import cuts_sequences
 from shardwise.model.blueprint import Blueprint
@@ -89,11 +89,6 @@ def split(
     module = _built(model)
     found = find_blocks(module, blocks)
     if cuts_sequences(layout):
-        if example is None or is_meta(module):
-            raise LayoutError(
-                "cp needs example=, inputs of a forward pass, and a module that is not on the meta device: it is run "
-                "to see that tokens meet in attention alone"
-            )
         check_tokens(module, example)
     if lora is not None:
         add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora, found)
