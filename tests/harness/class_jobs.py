@@ -20,7 +20,8 @@ from harness.module_jobs import LR, SETTINGS, adamw
 from harness.pool import run_ranks
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.axes import DATA
+from shardwise.layout.axes import DP
+from shardwise.layout.context import cuts_sequences
 from shardwise.model.adapters import stacked_target
 from shardwise.model.lora import Lora
 from shardwise.predict import estimate
@@ -36,7 +37,7 @@ from shardwise.runtime.module.trace import trace
 from shardwise.runtime.module.verify import Verification, VerifyRequest
 
 RANK, ROWS, SEQ, STEPS = 3, 4, 16, 2
-LAYOUT, PIPED = "dp=2,tp=2,zero=3", "pp=2"
+LAYOUT, PIPED, CUT = "dp=2,tp=2,zero=3", "pp=2", "cp=2"
 
 
 @dataclass
@@ -119,10 +120,11 @@ def train_class(rank: int, payload: tuple[ClassModel, VerifyRequest]) -> ClassOu
     difference = compare_split(request)
     if not difference.result:
         return ClassOutcome([], [], difference)
-    module = split(plain(model), request.layout, request.plan, parts=request.parts, optimizer=SETTINGS)
+    example = model.inputs(2, SEQ) if cuts_sequences(request.layout) else None
+    module = split(plain(model), request.layout, request.plan, example, parts=request.parts, optimizer=SETTINGS)
     comms, outcome = module.program.comms, ClassOutcome([], [], difference)
     for step in range(STEPS):
-        rows: Any = tuple(x.chunk(comms.size(DATA))[comms.index(DATA)] for x in batch(model, step))
+        rows: Any = tuple(x.chunk(comms.size(DP))[comms.index(DP)] for x in batch(model, step))
         result = module.train_step(token_loss, rows, lr=LR, measure=step == STEPS - 1)
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
@@ -135,7 +137,7 @@ def train_on(rank: int, payload: tuple[ClassModel, Layout, ClassSplit, Path]) ->
     model, layout, parts, folder = payload
     module = split(plain(model), layout, parts.plan, parts=parts.parts, optimizer=SETTINGS)
     step, comms = module.load(folder) if any(folder.iterdir()) else 0, module.program.comms
-    rows: Any = tuple(x.chunk(comms.size(DATA))[comms.index(DATA)] for x in batch(model, step))
+    rows: Any = tuple(x.chunk(comms.size(DP))[comms.index(DP)] for x in batch(model, step))
     result = module.train_step(token_loss, rows, lr=LR)
     module.save(folder)
     return result.loss, result.grad_norm
@@ -194,24 +196,28 @@ HEAD = """# Classes of transformers that were tried
 random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
 one device. *Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
 losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
-experts, empty where not tried. *Ledger*: whether the measured collectives are the predicted ones, empty where none were
-predicted. *pp*,
+experts, *cp* that of both under {cut}; empty where not tried, or rejected because tokens meet elsewhere than in causal
+attention. *Ledger*: whether the measured collectives are the predicted ones, empty where none were predicted. *pp*,
 *generation*: tests check pipelines, and tokens against `transformers`' own.
 
-| family | plan for tp | ep | verify | steps | ledger | LoRA | pp | generation |
-|---|---|---|---|---|---|---|---|---|
+| family | plan for tp | ep | verify | steps | ledger | LoRA | cp | pp | generation |
+|---|---|---|---|---|---|---|---|---|---|
 """
+
+
+KINDS = {"base": LAYOUT, "lora": LAYOUT, "cp": CUT}
+"""Kinds of checks -> their layouts."""
 
 
 def measure(results: Path, families: Iterable[str]) -> None:
     """Append a line for every check that a file of results lacks."""
     done = {(row["family"], row["kind"]) for row in _rows(results)}
-    for kind, family in product(("base", "lora"), families):
+    for kind, family in product(KINDS, families):
         if (family, kind) in done:
             continue
         row: dict[str, Any] = {"family": family, "kind": kind}
         try:
-            result = check(family, lora=kind == "lora")
+            result = check(family, KINDS[kind], lora=kind == "lora")
             row |= {"published": result.published, "layout": result.layout, "ledger": result.ledger,
                     "verify": result.verification.error, "steps": result.error, "why": str(result.verification),
                     "ok": bool(result.verification)}  # fmt: skip
@@ -232,13 +238,14 @@ def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating:
     found = {(row["family"], row["kind"]): row for row in rows}
     lines = []
     for family in sorted({row["family"] for row in rows}):
-        base, lora = found.get((family, "base"), {}), found.get((family, "lora"), {})
+        base, lora, cut = (found.get((family, kind), {}) for kind in KINDS)
         plan = {True: "the class's own", False: "suggested"}.get(base.get("published"), "")
         cells = [family, plan, "2" if "ep=2" in base.get("layout", "") else "", _error(base, "verify"),
                  _error(base, "steps"), "equal" if base.get("ledger") else "", _error(lora, "verify", "steps"),
+                 _error(cut, "verify", "steps") if "verify" in cut else "",
                  *("yes" if family in names else "" for names in (chains, generating))]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    return HEAD.format(version=transformers.__version__, layout=LAYOUT) + "\n".join(lines) + "\n"
+    return HEAD.format(version=transformers.__version__, layout=LAYOUT, cut=CUT) + "\n".join(lines) + "\n"
 
 
 def _error(row: Mapping[str, Any], *names: str) -> str:

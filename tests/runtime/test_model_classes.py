@@ -11,7 +11,7 @@ import torch
 
 from harness import forked
 from harness.cases import from_table, table
-from harness.class_jobs import LAYOUT, PIPED, check, resumed
+from harness.class_jobs import CUT, LAYOUT, PIPED, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
@@ -19,8 +19,8 @@ from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
-FAMILIES, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CHAINS", "GENERATING"))
-"""Families that pass; families whose pipelines, and whose generation, are tested."""
+FAMILIES, CUTS, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CUT", "CHAINS", "GENERATING"))
+"""Families that pass; families whose cut sequences, pipelines and generation are tested."""
 
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
@@ -32,9 +32,15 @@ def test_a_class_trains_as_it_does_on_one_device(family: str) -> None:
     assert result.ledger is not False
 
 
-@pytest.mark.parametrize("family", some_of(CHAINS, 1, "pipelines of classes"))
-def test_a_class_trains_in_a_pipeline(family: str) -> None:
-    result = check(family, PIPED)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, PIPED) for family in some_of(CHAINS, 1, "pipelines of classes")),
+        *((family, CUT) for family in some_of(CUTS, 2, "classes with cut sequences")),
+    ],
+)
+def test_a_class_trains_in_a_pipeline_and_with_cut_sequences(family: str, layout: str) -> None:
+    result = check(family, layout)
     assert result.verification, str(result.verification)
     assert result.error < result.tolerance
 
