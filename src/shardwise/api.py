@@ -23,6 +23,7 @@ from shardwise.calls import in_python
 from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, fewer_ranks
 from shardwise.layout.legality import suited
+from shardwise.layout.modules import check_run
 from shardwise.layout.usual_workload import usual_training
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
@@ -40,7 +41,6 @@ from shardwise.runtime.job.launch import DIVERGED, INTERRUPTED, RANK_FAILED, USE
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
-from shardwise.runtime.module.legality import check_run
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster

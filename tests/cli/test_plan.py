@@ -140,6 +140,17 @@ def test_where_nothing_runs_here_all_are_ranked_under_a_line_that_says_so(capsys
     assert all(row["not_runnable"].startswith("not runnable by `train` yet") for row in found["ranked"])
 
 
+def test_a_class_of_transformers_is_planned_for_train_which_runs_it(tmp_path, capsys):
+    """But not with sequences cut that its layers read one after the other."""
+    small = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512}
+    for family, runs in (("granite", True), ("qwen3_next", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **small}))
+        words = ["plan", str(tmp_path), "--cluster", "4xH100", "--seq", "128", "--batch", "16", "--fix", "cp=2"]
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert "None of these run" not in out and ("shardwise train" in out) == runs
+
+
 def test_long_sequences_are_split_by_layouts_that_run(capsys):
     """Without tensor parallelism, only context parallelism splits one long sequence."""
     assert main([*LONG, "--json"]) == 0

@@ -12,13 +12,13 @@ from harness.cases import from_table
 from harness.own_modules import llama
 from shardwise import Blueprint, Layout, ModelConfig, UserError, Workload, estimate, plan, trace
 from shardwise.errors import LayoutError
+from shardwise.layout.modules import check_module_layout
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.flops import training_flops_per_sequence
 from shardwise.planner.space import Space
 from shardwise.predict.time.features import EVERYTHING
 from shardwise.predict.time.profiles import engine
-from shardwise.runtime.module.legality import check_module_layout
 
 SEQ, CLUSTER = 1024, "8xH100"
 SIZES = {

@@ -19,9 +19,9 @@ from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.errors import LayoutError
+from shardwise.layout.modules import check_module_layout
 from shardwise.runtime.module.class_model import ClassModel
 from shardwise.runtime.module.context import check_tokens
-from shardwise.runtime.module.legality import check_module_layout
 
 CUTS = [
     "cp=2", "cp=2,cpkind=ulysses", "cp=2,cpkind=allgather,recompute=full", "cp=4,zero=1", "dp=2,cp=2,zero=3,shard=2",

@@ -21,7 +21,7 @@ from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError, split
 from shardwise.errors import DivergedError
-from shardwise.runtime.module.legality import check_module_layout
+from shardwise.layout.modules import check_module_layout
 
 CUTS = [
     "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp", "dp=2,tp=2,zero=2", "pp=2", "pp=2,dp=2,zero=3", "pp=2,tp=2",

@@ -21,10 +21,10 @@ from harness.traced_jobs import TracedCase, token_loss
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.layout import unit_plan
+from shardwise.layout.modules import check_module_layout
 from shardwise.model.blueprint import Part
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks
-from shardwise.runtime.module.legality import check_module_layout
 from shardwise.runtime.module.trace import _Tracer
 
 NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2")

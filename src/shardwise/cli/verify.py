@@ -86,8 +86,8 @@ def _of_file(args: VerifyOptions) -> dict[str, Any]:
 
 def _of_configuration(args: VerifyOptions) -> dict[str, Any]:
     """The arguments of `verify` for a model by its class of transformers."""
+    from shardwise.layout.modules import check_module_layout
     from shardwise.runtime.module.class_model import ClassModel
-    from shardwise.runtime.module.legality import check_module_layout
 
     if args.example is not None:
         raise UserError("--example is for FILE.py:NAME: the inputs of a configuration's model are random tokens")

@@ -7,7 +7,8 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout import Layout, Workload
+from shardwise.layout.modules import check_run, why_no_class
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.planner.space import Space
@@ -32,7 +33,7 @@ def why_none_runs(model: Model, fixed: Mapping[str, Any]) -> str:
     """Reason why `train` can run no layout of this model with these fixed keys; empty if it can run one."""
     if isinstance(model, Blueprint):
         return ""
-    return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", model.why_not_runnable() or "")
+    return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", why_no_class(model))
 
 
 def why_not_trained(layout: Layout, model: Model, workload: Workload) -> str | None:
@@ -41,11 +42,11 @@ def why_not_trained(layout: Layout, model: Model, workload: Workload) -> str | N
         if isinstance(model, Blueprint):
             check_traced(layout, model, workload)
             return None
-        check_runnable(layout, model, workload)
+        check_run(layout, model, workload)
     except UserError as error:
         if isinstance(model, Blueprint):
             return f"not runnable by `split`: {error}"
-        if reason := model.why_not_runnable():
+        if reason := why_no_class(model):
             return f"not runnable by `train` yet: {reason}"
         return f"not runnable by `train`: {error}"
     return None

@@ -16,12 +16,12 @@ from typing import Any
 
 from shardwise.errors import DivergedError, UserError
 from shardwise.layout import fewer_ranks
+from shardwise.layout.modules import check_run
 from shardwise.report.run_directory import ERRORS, RunDirectory, occupied
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.launch import DIVERGED, RANK_FAILED, USER_MISTAKE, Ending, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import clear_line
-from shardwise.runtime.module.legality import check_run
 
 
 def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, TrainConfig]:

@@ -28,6 +28,7 @@ from shardwise.decoder.random import initial_values
 from shardwise.errors import DivergedError, NotFiniteError, UserError
 from shardwise.layout import Mesh, unit_plan
 from shardwise.layout.axes import DP, REPLICA
+from shardwise.layout.modules import check_run
 from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Model, Parameter
@@ -51,7 +52,6 @@ from shardwise.runtime.job.stop import Stopped, StopRequest
 from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
-from shardwise.runtime.module.legality import check_run
 from shardwise.runtime.offload.file import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.sync.outer_step import Rounds

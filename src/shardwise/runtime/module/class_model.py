@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.context import SequenceCut, cuts_sequences
+from shardwise.layout.modules import fewest_micro_batches
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import read_fields, to_huggingface
 from shardwise.model.lora import Lora
-from shardwise.runtime.module.legality import fewest_micro_batches
 
 if TYPE_CHECKING:
     from torch import nn

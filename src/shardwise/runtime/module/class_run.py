@@ -15,6 +15,7 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA, PP, REPLICA
+from shardwise.layout.modules import check_described
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
@@ -24,7 +25,6 @@ from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, res
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
-from shardwise.runtime.module.legality import check_described
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.trace import trace
 from shardwise.runtime.offload.file import Kept

@@ -19,10 +19,10 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout.axes import CP, DP, TP
 from shardwise.layout.context import cuts_sequences
+from shardwise.layout.modules import fewest_micro_batches
 from shardwise.runtime.module.describe import call
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import is_meta, values_of
-from shardwise.runtime.module.legality import fewest_micro_batches
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.split import split
 from shardwise.runtime.module.verify import Verification, VerifyRequest

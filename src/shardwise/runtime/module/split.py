@@ -19,6 +19,7 @@ from shardwise.checkpoint import find
 from shardwise.errors import DivergedError, UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.context import cuts_sequences
+from shardwise.layout.modules import check_described, check_module_layout
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
 from shardwise.report.compare import ReportComparison, compare
@@ -36,7 +37,6 @@ from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.failures import Failures
 from shardwise.runtime.module.initial import MetaValues, is_meta, place_buffers, values_of
 from shardwise.runtime.module.inputs import row_length
-from shardwise.runtime.module.legality import check_described, check_module_layout
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.pipeline.program import StepOutcome
 from shardwise.runtime.zero.flat_unit import Values

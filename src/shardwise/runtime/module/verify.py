@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.keys import KEYS, defaults
+from shardwise.layout.modules import check_module_layout
 from shardwise.runtime.job.rank import RankJob
 from shardwise.runtime.measure.job import whole
-from shardwise.runtime.module.legality import check_module_layout
 
 if TYPE_CHECKING:
     from torch import nn

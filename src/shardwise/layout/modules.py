@@ -1,4 +1,4 @@
-"""Layouts that split a user's module so far, without torch."""
+"""Layouts that split a user's module, and a model by its class of transformers, without torch."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
         )
 
 
+def why_no_class(model: ModelConfig) -> str:
+    """Reason why a model that no decoder here computes does not run by its class of transformers either, as far as its
+    configuration shows; empty where it runs."""
+    if model.counted is None:
+        return model.why_not_runnable() or ""
+    if stored := model.counted.stored:
+        return f"its weights are quantized ({stored}), which must be dequantized to 16 bits first"
+    return "" if model.counted.source else f"{model.counted.reason}, and its config.json is not at hand"
+
+
 def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if a run cannot have this layout: of a model by its class of transformers, for a reason that
     needs no torch; `class_run.planned` has the others."""
@@ -56,10 +66,8 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
     check_own(workload.optimizer)
     workload.micro_batches(layout)
     name = model.name
-    if stored := model.counted.stored:
-        raise LayoutError(f"{name}: its weights are quantized ({stored}), which must be dequantized to 16 bits first")
-    if not model.counted.source:
-        raise LayoutError(f"{name}: {model.counted.reason}, and its config.json is not at hand")
+    if reason := why_no_class(model):
+        raise LayoutError(f"{name}: {reason}")
     if model.lora:
         check_adapters(layout, model, workload)
     if workload.isolate_documents:
@@ -69,6 +77,8 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
         )
     if layout.sp and workload.seq % layout.tp:
         raise LayoutError(f"sequences of {workload.seq} tokens cannot be cut into tp = {layout.tp} equal pieces")
+    if cuts_sequences(layout) and any(c.kind == "linear" or 0 < c.window < workload.seq for c in model.counted.caches):
+        raise LayoutError(f"{name}: cp cuts causal attention, and layers have windows or states: leave cp out")
     if (padded := SequenceCut.of(layout, workload.seq).padded) != workload.seq:
         raise LayoutError(
             f"{name}: cp cuts sequences of {workload.seq} tokens into unequal pieces: choose --seq {padded}"
