@@ -44,12 +44,12 @@ def os_errors(doing: str, instead: str = "", typed: Path | str = "") -> Iterator
 
 
 def nearest(name: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names nearest to an unknown one, `most` of them; of equally near ones those that begin as it does."""
+    """The `most` known names nearest to an unknown one; of equally near ones its own letters, then its beginning."""
     import difflib
 
-    def distance(one: str) -> tuple[float, int]:
+    def distance(one: str) -> tuple[float, bool, int]:
         begun = next((at for at, (a, b) in enumerate(zip(one, name, strict=False)) if a != b), len(name))
-        return -difflib.SequenceMatcher(None, one, name).ratio(), -begun
+        return -difflib.SequenceMatcher(None, one, name).ratio(), sorted(one) != sorted(name), -begun
 
     return sorted(difflib.get_close_matches(name, known, most + 3, cutoff), key=distance)[:most]
 

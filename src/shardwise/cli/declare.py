@@ -22,6 +22,7 @@ from shardwise.records import dataclass
 
 HIDDEN = argparse.SUPPRESS
 """Help text of an argument that no help shows."""
+_ELSEWHERE = {"gpus": "cluster", "users": "concurrency", "clients": "concurrency", "context": "prompt", "tp": "fix"}
 
 Run = Callable[[Any], int]
 """Runs a command or an action with its options. Returns the exit code."""
@@ -180,9 +181,12 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized") and first.startswith("-"):
             # Without the dashes, which any two words share.
             word, names = first.lstrip("-"), [one.lstrip("-") for one in self._options() if one.startswith("--")]
+            word = _ELSEWHERE.get(word, word)
             begun = [name for name in names if (word[1:] and name.startswith(word)) or word.startswith(f"{name}-")]
             near = begun or nearest(word, names, cutoff=0.65)
             message += f"; did you mean --{near[0]}?" if near else ""
+        elif message.startswith("unrecognized") and first[:1].isdigit() and "x" in first:
+            message += f"; did you mean --cluster {first}?"
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -152,7 +152,7 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights | None]:
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}{near_path(folder) or '; give weights, a checkpoint or a run'}")
+        raise UserError(f"no such folder: {folder}{near_path(folder) or '; give a folder of weights or a run'}")
     if (folder / "config.json").exists():
         if (described := resolve(str(folder))).counted and any(folder.glob("*.safetensors")):
             return described, None
