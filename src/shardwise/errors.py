@@ -44,7 +44,7 @@ def os_errors(doing: str, instead: str = "", typed: Path | str = "") -> Iterator
 
 
 def nearest(name: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The `most` known names nearest to an unknown one; of equally near ones its own letters, then its beginning."""
+    """The `most` known names nearest to an unknown one; of equally near ones by letters, then by beginning."""
     import difflib
 
     def distance(one: str) -> tuple[float, bool, int]:

@@ -22,7 +22,7 @@ from shardwise.records import dataclass
 
 HIDDEN = argparse.SUPPRESS
 """Help text of an argument that no help shows."""
-_ELSEWHERE = {"gpus": "cluster", "users": "concurrency", "clients": "concurrency", "context": "prompt", "tp": "fix"}
+_ELSEWHERE = {"gpus": "cluster", "users": "concurrency", "clients": "concurrency", "context": "prompt"}
 
 Run = Callable[[Any], int]
 """Runs a command or an action with its options. Returns the exit code."""
