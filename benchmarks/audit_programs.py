@@ -51,18 +51,19 @@ def judged(item: Program, job: AuditedJob) -> dict[str, Any]:
 
 
 def ledger(server: AuditServer, kinds: list[str], seed: int) -> None:
-    """Print the rows of clean programs, of parameters, gradients and activations."""
-    print("| program | what | call | type | calls | elements | ours: calls | elements | difference |")
-    print("|---|---|---|---|---:|---:|---:|---:|---|")
+    """Print the rows of clean programs, of parameters, gradients and activations, that differ from ours."""
+    print("| program | what | elements | ours | difference |\n|---|---|---:|---:|---|")
+    equal = 0
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             audit = audit_of(server.audit(program(kind, seed), Path(folder)), kind)
         for row in audit.traffic:
-            if row.due is not None:
-                ours = f"{row.due_calls} | {row.due:,}" if row.due else " | "
-                cells = (f"{kind}, {audit.understood.layout}", f"{row.what} {row.phase}", row.op, row.dtype)
-                same = "equal" if row.due == row.elements and not row.note else row.note
-                print(f"| {' | '.join(cells)} | {row.calls} | {row.elements:,} | {ours} | {same} |")
+            if row.due == row.elements and not row.note:
+                equal += 1
+            elif row.due is not None:
+                what = f"{kind}, {audit.understood.layout} | {row.what} {row.phase}, {row.op}"
+                print(f"| {what} | {row.elements:,} | {f'{row.due:,}' if row.due else ''} | {row.note} |")
+    print(f"{equal} others are equal")
 
 
 def main() -> None:

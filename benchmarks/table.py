@@ -91,14 +91,14 @@ def offload_tables(result: Row) -> Iterator[tuple[str, str]]:
 
 
 def speed(row: Row) -> str:
-    text = f"{row['speed']:.2f} ({row['speed_min']:.2f} to {row['speed_max']:.2f})"
+    text = f"{row['speed']:.2f} ({row['speed_min']:.2f}-{row['speed_max']:.2f})"
     return text if row["same_loss"] else f"{text}, losses differ"
 
 
 def two(row: Row, key: str, scale: float, unit: str) -> str:
     """shardwise's figure and the peer's."""
     values = (row[f"ours_{key}"], row[f"peer_{key}"])
-    return " / ".join("?" if value is None else f"{value * scale:.0f}" for value in values) + unit
+    return "/".join("?" if value is None else f"{value * scale:.0f}" for value in values) + unit
 
 
 def pair_table(settings: list[Row], cell: Callable[[Row], str]) -> str:
@@ -182,7 +182,7 @@ def collectives_tables(result: Row) -> Iterator[tuple[str, str]]:
         names = list(each["rows"][0]["seconds"])
         lines = [
             [size(row["bytes"]), microseconds(row["median_s"]["shared"]),
-             *("{:.2f} ({:.2f} to {:.2f})".format(*row["speed"][n]) for n in names if n != "shared")]
+             *("{:.2f} ({:.2f}-{:.2f})".format(*row["speed"][n]) for n in names if n != "shared")]
             for row in each["rows"]
         ]  # fmt: skip
         head = ["all-reduce", "shared memory", *(f"speed over {n}" for n in names if n != "shared")]
@@ -214,7 +214,7 @@ def pipelines_tables(result: Row) -> Iterator[tuple[str, str]]:
 def makespans(row: Row | None) -> str:
     if row is None:
         return "-"
-    return f"{row['measured_s'] * 1e3:,.0f} / {row['simulated_s'] * 1e3:,.0f} ms ({row['ratio']:.3f})"
+    return f"{row['measured_s'] * 1e3:,.0f}/{row['simulated_s'] * 1e3:,.0f} ms ({row['ratio']:.3f})"
 
 
 def size(nbytes: int) -> str:

@@ -26,25 +26,18 @@ In brackets are the functions that compute a number; those of `quoted` are in `d
 2^30, MB = 1e6, MiB = 2^20. NCCL's measured times are beside times of the wire alone where these would mislead.
 """
 
-COUNTS = "| | numbers | as it is said | corrected |\n|---|---:|---:|---:|"
-
 
 def page() -> str:
     """The page as Markdown."""
     shown = {title: [show(name) for name in names] for title, names in topics().items()}
     wrong = sum(claim.verdict == "correct" for claim in claims().values())
     head = HEAD.format(total=len(claims()), same=len(claims()) - wrong, wrong=wrong)
-    parts = [head.rstrip(), "\n".join([COUNTS, *(_counted(title, found) for title, found in shown.items())])]
+    parts = [head.rstrip()]
     for title, found in shown.items():
         parts += [f"## {title}", *map(_entry, found)]
     if left := missing():
         parts += ["## Not shown yet", "\n".join(f"- {name}: {_plain(claims()[name].says)}" for name in left)]
     return "\n\n".join(parts) + "\n"
-
-
-def _counted(title: str, found: list[Shown]) -> str:
-    corrected = sum(one.claim.verdict == "correct" for one in found)
-    return f"| {title} | {len(found)} | {len(found) - corrected} | {corrected} |"
 
 
 def _entry(shown: Shown) -> str:

@@ -47,8 +47,8 @@ can use ({usable}). *Measured*: the published step and its precision. Prices are
 """
 
 HEADINGS = (
-    "recipe", "cluster", "batch x tokens", "published layout", "engine", "measured", "price", "memory", "winner",
-    "price", "memory", "ratio",
+    "recipe", "cluster; batch x tokens", "published layout", "measured", "price", "memory", "winner, price, memory",
+    "ratio",
 )  # fmt: skip
 
 LEFT_OUT = """
@@ -59,6 +59,9 @@ LEFT_OUT = """
 - Layouts of GB200, GB300, B200 and B300 beyond those in the scoreboard: their recipes are in FP8 and NVFP4 alone.
 
 ## Sources and assumptions
+In brackets is the profile (`--engine`). What [published runs](published_runs.md#sources-and-assumptions) assumes of
+the same papers is not repeated.
+
 """
 
 
@@ -112,15 +115,29 @@ def usable(clusters: Iterable[Cluster]) -> str:
 
 
 def sources(rows: Sequence[dict[str, Any]]) -> str:
-    """Each source, and each assumption, with the recipes that have it."""
-    named: dict[str, list[str]] = {}
+    """Each file with the recipes of its places, and each assumption with the recipes that have it."""
+    files: dict[str, dict[str, list[str]]] = {}
+    notes: dict[str, list[str]] = {}
+    runs = scoreboard.RUNS.read_text(encoding="utf-8")
     for row in rows:
-        named.setdefault(row["source"], []).append(row["id"])
-    for row in rows:
+        file, _, place = row["source"].partition(", ")
+        files.setdefault(file, {}).setdefault(f"{place} ({row['engine']})", []).append(row["id"])
         stated = [f"stated: {row['stated']}"] if row.get("stated") else []
         for note in [*stated, *filter(None, (row.get("assumed") or "").split("; "))]:
-            named.setdefault(note, []).append(row["id"])
-    return "".join(f"- {text}: {', '.join(ids)}.\n" for text, ids in named.items())
+            if note.split(":")[0] not in runs:
+                notes.setdefault(note, []).append(row["id"])
+    lines = [
+        f"{file}, {'; '.join(f'{place}: {_listed(ids, rows)}' for place, ids in places.items())}"
+        for file, places in files.items()
+    ]
+    lines += [f"{note}: {_listed(ids, rows)}" for note, ids in notes.items()]
+    return "".join(f"- {line}.\n" for line in lines)
+
+
+def _listed(ids: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    """Recipes by name, or as all of their publisher."""
+    theirs = [row["id"] for row in rows if row["publisher"] == "NVIDIA"]
+    return "all of NVIDIA" if list(ids) == theirs else ", ".join(ids)
 
 
 def _choice(row: dict[str, Any]) -> Choice:
@@ -144,10 +161,10 @@ def _name(row: dict[str, Any]) -> str:
 
 def _cells(choice: Choice) -> list[str]:
     row = choice.row
+    winner = f"`{choice.winner.layout}`, {choice.winner.seconds:.2f} s, {_memory(choice, choice.winner)}"
     return [
-        _name(row), str(choice.cluster), f"{row['batch']:,} x {row['seq']:,}", f"`{choice.published.layout}`",
-        row["engine"], _measured(choice), f"{choice.published.seconds:.2f} s", _memory(choice, choice.published),
-        f"`{choice.winner.layout}`", f"{choice.winner.seconds:.2f} s", _memory(choice, choice.winner),
+        _name(row), f"{choice.cluster}; {row['batch']:,} x {row['seq']:,}", f"`{choice.published.layout}`",
+        _measured(choice), f"{choice.published.seconds:.2f} s", _memory(choice, choice.published), winner,
         f"{choice.ratio:.2f}",
     ]  # fmt: skip
 

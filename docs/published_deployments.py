@@ -43,32 +43,36 @@ Deployments that makers of engines and models recommend, beside the winner of `p
 devices, clients and type of weights. `python docs/published_deployments.py` makes this page from
 `docs/published_deployments.json`. {near} of {count} are the winner or within {limit:.0%} of its tokens per second.
 
-*Ratio*: the winner's tokens per second over those of the published deployment. Where prefill and decoding have devices
-of their own, the winner is the best such pair.
+*Speed*: tokens per second, mean time to the first token and per token after it, and memory of a device. *Ratio*: the
+winner's tokens per second over those of the published deployment. Where prefill and decoding have devices of their own,
+the winner is the best such pair.
 
 """
-HEADINGS = (
-    "published by", "cluster", "prompt, answer, clients", "published", "tokens/s", "first token, each", "memory",
-    "winner", "tokens/s", "ratio",
-)  # fmt: skip
+HEADINGS = "published by", "cluster; prompt, answer, clients", "published", "speed", "winner", "ratio"
+SOURCES = """
+## Sources and assumptions
+*Load*: prompts, answers and clients are assumed. In brackets is the profile whose speed is used.
+
+"""
 
 LOADS_HEAD = """\
 
 ## Weights and caches of servers
-GiB of weights per device, as servers logged them, and bytes of cache per token and device: what the server set aside
-over the tokens that it says fit. {near} of {count} weights are within {limit:.0%}.
+GiB of weights per device, and bytes of cache per token and device (what the server set aside over the tokens that it
+says fit): logged, predicted and the error. {near} of {count} weights are within {limit:.0%}.
 
-| model | software, devices | layout | weights | predicted | error | cache per token | predicted | error |
-|---|---|---|---|---|---|---|---|---|
+| model | software, devices | layout | weights | cache per token |
+|---|---|---|---|---|
 """
 SPEEDS_HEAD = """\
 
 ## Times of servers
-Seconds until a server has answered requests that all arrive at once, without prefix caching. {near} of {count} are
-within {limit:.0%}; the mean error is {mean:.0%}.
+Seconds until a server has answered requests that all arrive at once, without prefix caching: measured, predicted and
+the error. {near} of {count} are within {limit:.0%}; the mean error is {mean:.0%}. Answers have {shortest} to {longest}
+tokens.
 
-| model | cluster | layout | prompt, answer, requests | seconds | predicted | error |
-|---|---|---|---|---|---|---|
+| model | cluster, layout | {loads} |
+|---|---|{rule}
 """
 
 
@@ -94,8 +98,7 @@ def main() -> None:
     text += f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n" + _rows(_cells(one) for one in found)
     text += f"\n## Ratios above {NEAR:.2f}\n"
     text += "".join(f"- {_name(one.row)}: {one.row.get('why', UNEXPLAINED)}\n" for one in found if one.ratio > NEAR)
-    text += "\n## Sources and assumptions\n"
-    text += sources(data["deployments"])
+    text += SOURCES + sources(data["deployments"])
     text += _loads(data["loads"]) + _speeds(data["speeds"])
     (FOLDER / "published_deployments.md").write_text(text, encoding="utf-8")
 
@@ -104,8 +107,8 @@ def sources(rows: list[dict[str, Any]]) -> str:
     """Each source, with what was assumed for its row."""
     lines = []
     for row in rows:
-        assumed = f" Assumed: {row['assumed']}." if "assumed" in row else ""
-        lines.append(f"- {row['id']} (speed of {row['engine']}): {row['source']}.{assumed}\n")
+        assumed = f" {row['assumed']}." if "assumed" in row else ""
+        lines.append(f"- {row['id']} ({row['engine']}): {row['source']}.{assumed}\n")
     return "".join(lines)
 
 
@@ -125,13 +128,17 @@ def _speeds(rows: list[dict[str, Any]]) -> str:
     errors = [served(row)[1] for row in rows]
     known = [abs(error) for error in errors if error is not None]
     near = sum(error <= SERVED_WITHIN for error in known)
-    head = SPEEDS_HEAD.format(near=near, count=len(rows), limit=SERVED_WITHIN, mean=sum(known) / len(known))
+    lengths, loads = [row["output"] for row in rows], list(dict.fromkeys(map(_load, rows)))
+    head = SPEEDS_HEAD.format(
+        near=near, count=len(rows), limit=SERVED_WITHIN, mean=sum(known) / len(known), shortest=min(lengths),
+        longest=max(lengths), loads=" | ".join(loads), rule="---|" * len(loads),
+    )  # fmt: skip
     far = (
         (row, f"{row['model'].partition('/')[2]}, {row['cluster']}")
         for row, error in zip(rows, errors, strict=True)
         if error is None or abs(error) > SERVED_WITHIN
     )
-    return head + _rows(map(speed_cells, rows)) + _reasons(far) + _sources(rows)
+    return head + _rows(speed_lines(rows)) + _reasons(far) + _sources(rows)
 
 
 def _reasons(rows: Iterable[tuple[dict[str, Any], str]]) -> str:
@@ -168,9 +175,8 @@ def load_cells(row: dict[str, Any]) -> list[str]:
     published, predicted = cached(row) if "tokens" in row else (0.0, 0.0)
     return [
         row["model"], f"{row['engine']}, {row['devices']}", f"`{row['layout']}`",
-        *((f"{row['gib']:.2f}", f"{gib:.2f}", f"{error:+.2%}") if row["gib"] else "---"),
-        *((f"{published:,.0f}", f"{predicted:,.0f}", f"{predicted / published - 1:+.2%}")
-          if published else "---"),
+        f"{row['gib']:.2f}, {gib:.2f} ({error:+.2%})" if row["gib"] else "-",
+        f"{published:,.0f}, {predicted:,.0f} ({predicted / published - 1:+.2%})" if published else "-",
     ]  # fmt: skip
 
 
@@ -188,13 +194,22 @@ def served(row: dict[str, Any]) -> tuple[float, float | None]:
     return seconds, seconds / row["seconds"] - 1
 
 
-def speed_cells(row: dict[str, Any]) -> list[str]:
+def speed_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each server, with a cell for each load."""
+    loads, lines = list(dict.fromkeys(map(_load, rows))), {}
+    for row in rows:
+        server = row["model"], f"{row['cluster']}, `{row['layout']}`"
+        lines.setdefault(server, dict.fromkeys(loads, "-"))[_load(row)] = speed_cell(row)
+    return [[*server, *cells.values()] for server, cells in lines.items()]
+
+
+def speed_cell(row: dict[str, Any]) -> str:
     seconds, error = served(row)
-    return [
-        row["model"], row["cluster"], f"`{row['layout']}`",
-        f"{row['prompt']:,}, {row['output']:,}, {row['requests']:,}", f"{row['seconds']:.0f}",
-        *(("does not fit", "-") if error is None else (f"{seconds:.0f}", f"{error:+.0%}")),
-    ]  # fmt: skip
+    return f"{row['seconds']:.0f}, " + ("does not fit" if error is None else f"{seconds:.0f} ({error:+.0%})")
+
+
+def _load(row: dict[str, Any]) -> str:
+    return f"{row['requests']} prompts of {row['prompt']:,}"
 
 
 def _compared(row: dict[str, Any]) -> Compared:
@@ -228,13 +243,14 @@ def _name(row: dict[str, Any]) -> str:
 
 def _cells(one: Compared) -> list[str]:
     row, theirs = one.row, one.published
-    memory = format_bytes(theirs.held) if isinstance(theirs, Deployment) else "-"
+    memory = f", {format_bytes(theirs.held)}" if isinstance(theirs, Deployment) else ""
+    times = f"{format_time(theirs.first_token)}, {format_time(theirs.token)}" if theirs else ""
+    work = f"{row['prompt']:,}, {row['output']:,}, {row['concurrency']:,}"
     return [
-        _name(row), str(Cluster.parse(row["cluster"])), f"{row['prompt']:,}, {row['output']:,}, {row['concurrency']:,}",
+        _name(row), f"{Cluster.parse(row['cluster'])}; {work}",
         _layout(theirs) if theirs else "not among the candidates",
-        format_count(theirs.tokens_per_second) if theirs else "-",
-        f"{format_time(theirs.first_token)}, {format_time(theirs.token)}" if theirs else "-",
-        memory, _layout(one.winner), format_count(one.winner.tokens_per_second), f"{one.ratio:.2f}",
+        f"{format_count(theirs.tokens_per_second)}, {times}{memory}" if theirs else "-",
+        f"{_layout(one.winner)}, {format_count(one.winner.tokens_per_second)}", f"{one.ratio:.2f}",
     ]  # fmt: skip
 
 

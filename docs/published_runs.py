@@ -23,36 +23,34 @@ Published step times of large runs beside the prediction. No constant is fitted 
 
 Mean error over {count} runs: {mean:.1f}%. Within 20%: {within} of {count}.
 
-*Best under the engine's features*: the fastest layout that `plan --engine` finds for the same model, devices and batch.
-*Ratio*: predicted time of the published layout over that of the best. *Same recompute*: the ratio with the published
-recompute mode. For DeepSeek-V3 the search keeps the published ep=64.
+*Step*: measured, predicted, error. *Best*: the fastest layout that `plan --engine` finds for the same model, devices
+and batch, with its time. *Ratio*: predicted time of the published layout over that of the best, and of the best with
+the published recompute mode. For DeepSeek-V3 the search keeps the published ep=64.
 
 """
 
-HEADINGS = (
-    "run", "GPUs", "published layout", "engine", "measured", "predicted", "error", "best under the engine's features",
-    "ratio", "same recompute",
-)  # fmt: skip
+HEADINGS = "run", "GPUs", "published layout", "step", "best", "ratio"
 
 REASONS = """
 ## Ratios above 1.25
 Narayanan et al. 2021 and Smith et al. 2022 recompute every block. By the prediction their activations would fit without
-it (`recompute=none`), which saves a quarter of the arithmetic; how much memory fragmentation took is not known. For GPT
-39.1B other degrees win more: the published run has one stage per rank and micro-batches of 4. DeepSeek-V3 has a ratio
-below 1, since its published run computes in FP8, and the best layout is priced in bf16.
+it, which saves a quarter of the arithmetic; how much memory fragmentation took is not known. For GPT 39.1B other
+degrees win more: the published run has one stage per rank and micro-batches of 4. DeepSeek-V3's ratio is below 1
+because its run computes in FP8, and the best layout is priced in bf16.
 
 ## Misses
-MT-NLG is predicted 11 to 15% too fast, with gradients added up in fp32 (in 16 bits 20 to 23%). The same software's
-BLOOM rows, which constants were fitted on, are 9% too fast.
+MT-NLG is predicted 11 to 15% too fast, with gradients added up in fp32 (in 16 bits 20 to 23%); the same software's
+BLOOM rows, which constants were fitted on, 9%.
 
-MegaScale's baseline is predicted 6 to 17% too fast. Its network is not stated and is taken as InfiniBand. Of its steps
-about 2.4 s do not shrink with the number of devices (the four runs of one batch on 256 to 1,024), of the predicted ones
-1.1 s, mostly gradients between nodes. With a quarter of the bandwidth these rows are within 10%.
+MegaScale's baseline is predicted 6 to 17% too fast. Of its steps about 2.4 s do not shrink with the number of devices
+(the four runs of one batch on 256 to 1,024), of the predicted ones 1.1 s, mostly gradients between nodes. With a
+quarter of the bandwidth these rows are within 10%.
 
-Llama 3 is predicted 12 to 16% too fast, Nemotron-4 11 to 12%. Llama 3's software is Meta's own and is priced as
-Megatron-Core.
+Llama 3 is predicted 12 to 16% too fast, Nemotron-4 11 to 12%.
 
 ## Sources and assumptions
+In brackets is the profile (`--engine`).
+
 """
 
 
@@ -66,8 +64,11 @@ def main() -> None:
     )
     text += f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n"
     text += "".join(_row(one) for one in predictions) + REASONS
-    for source, notes in dict.fromkeys((str(one.case.row["source"]), _notes(one)) for one in predictions):
-        text += f"- {source}{f': {notes}' if notes else ''}.\n"
+    engines: dict[tuple[str, str], list[str]] = {}
+    for one in predictions:
+        engines.setdefault((str(one.case.row["source"]), _notes(one)), []).append(one.case.engine)
+    for (source, notes), named in engines.items():
+        text += f"- {source} ({', '.join(dict.fromkeys(named))}){f': {notes}' if notes else ''}.\n"
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -84,8 +85,8 @@ def _row(one: Prediction) -> str:
     _, same = _best(one, fixed | {"recompute": row["recompute"]})
     layout = case.describe().split(", ")[-1].split(",seq=")[0]
     cells = (
-        f"{row['source_id']}, {row['model']}", f"{row['gpus']:,}", f"`{layout}`, recompute={row['recompute']}",
-        case.engine, f"{one.measured:.2f} s", f"{one.seconds:.2f} s", f"{100 * one.error:+.1f}%", best, ratio, same,
+        f"{row['source_id']}, {row['model']}", f"{row['gpus']:,}", f"`{layout},recompute={row['recompute']}`",
+        f"{one.measured:.2f}, {one.seconds:.2f} s, {100 * one.error:+.1f}%", best, f"{ratio}, {same}",
     )  # fmt: skip
     print(*cells, flush=True)
     return f"| {' | '.join(cells)} |\n"

@@ -7,12 +7,14 @@ import re
 import shlex
 import subprocess
 import threading
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 DOCS = Path(__file__).parent
+NEWCOMERS = DOCS.parent / "tests" / "docs" / "newcomers.toml"
 _SECTION = re.compile(r"^## (.+?)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (.+?) \| (.+) \| .*? \|$", re.MULTILINE)
 _COMMAND = re.compile(r"`(shardwise [^`]+)`")
@@ -23,11 +25,14 @@ _LIMIT = 180
 
 @dataclass(frozen=True)
 class Task:
-    """A row of the page. section: its heading. commands: in their order; none where the row names a page."""
+    """A row of the page. section: its heading. commands: in their order; none where the row names a page. prints: of a
+    newcomer's question, words of what the last command prints; code: its exit code."""
 
     section: str
     question: str
     commands: tuple[list[str], ...]
+    prints: str | None
+    code: int
 
     def __str__(self) -> str:
         return self.question
@@ -35,10 +40,13 @@ class Task:
 
 def tasks() -> list[Task]:
     """All rows of the page, in order."""
+    expected = tomllib.loads(NEWCOMERS.read_text())
     found = []
     for section, body in _SECTION.findall((DOCS / "tasks.md").read_text()):
         for question, answer in _ROW.findall(body)[1:]:
-            found.append(Task(section, question, tuple(map(shlex.split, _COMMAND.findall(answer)))))
+            commands = tuple(map(shlex.split, _COMMAND.findall(answer)))
+            prints, code = expected["prints"].get(question), expected["codes"].get(question, 0)
+            found.append(Task(section, question, commands, prints, code))
     return found
 
 

@@ -1,7 +1,8 @@
 """The one exception that a user's mistake raises: the command line prints its message as one line and exits with 2."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -34,17 +35,39 @@ def file_limit(error: BaseException) -> str:
 
 
 @contextmanager
-def os_errors(doing: str, instead: str = "") -> Iterator[None]:
-    """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do, after the reason."""
+def os_errors(doing: str, instead: str = "", typed: Path | str = "") -> Iterator[None]:
+    """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do. typed: the user's path."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot {doing}: {error.strerror}{instead}") from None
+        raise UserError(f"cannot {doing}: {error.strerror}{(typed and near_path(typed)) or instead}") from None
+
+
+def nearest(name: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The `most` known names nearest to an unknown one; of equally near ones by letters, then by beginning."""
+    import difflib
+
+    def distance(one: str) -> tuple[float, bool, int]:
+        begun = next((at for at, (a, b) in enumerate(zip(one, name, strict=False)) if a != b), len(name))
+        return -difflib.SequenceMatcher(None, one, name).ratio(), sorted(one) != sorted(name), -begun
+
+    return sorted(difflib.get_close_matches(name, known, most + 3, cutoff), key=distance)[:most]
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str, most: int = 1, cutoff: float = 0.6) -> str:
     """The hint of a message about an unknown name: the nearest known ones, `most` of them, or after `otherwise` all."""
-    import difflib
-
-    near = difflib.get_close_matches(name, known, n=most, cutoff=cutoff)
+    near = nearest(name, known, most, cutoff)
     return f"did you mean {' or '.join(near)}?" if near else f"{otherwise} {', '.join(known)}"
+
+
+def near_path(path: Path | str) -> str:
+    """The hint "; did you mean PATH?" for a missing path, by its first part that is missing; empty if none is near."""
+    with suppress(OSError, ValueError, RuntimeError):
+        full = Path(path).expanduser()
+        missing = next(part for part in (full, *full.parents) if part.parent.is_dir())
+        others = sorted(missing.parent.iterdir(), key=lambda one: one.suffix == missing.suffix)
+        names = {one.stem: one.name for one in others}
+        if not full.exists() and (near := nearest(missing.stem, names)):
+            there = missing.with_name(names[near[0]])
+            return f"; did you mean {whole if (whole := there / full.relative_to(missing)).exists() else there}?"
+    return ""

@@ -107,7 +107,7 @@ def test_every_command_has_two_examples_in_its_help(command: Command) -> None:
 def test_examples_are_what_the_parser_reads(name: str) -> None:
     for example in EXAMPLES[name]:
         assert shlex.split(broken(example).replace("\\\n", "")) == shlex.split(example)
-        assert max(map(len, broken(example).splitlines())) <= 88
+        assert max(map(len, broken(example).splitlines())) <= 80
         read(name, shlex.split(example)[2:])
 
 

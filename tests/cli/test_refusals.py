@@ -32,6 +32,7 @@ FILES = {
     "topo.txt": GPUS,
     "ds_config.json": '{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}',
     "config.json": '{"model_type": "llama", "telepathy": true}',
+    "mistyped.json": '{"model_typ": "llama", "zero_optimisation": {"stage": 3}}',
     "taken/thing": "",
 }
 

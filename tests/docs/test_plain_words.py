@@ -20,6 +20,8 @@ INSTEAD = {
     r"figures": "numbers, values (a figure is a picture)",
 }
 """Words -> what readers of PyTorch's, Megatron-LM's and vLLM's documentation expect in their place."""
+MOST = 50_000
+"""Words of the pages in docs/, their tables and programs included."""
 DOCUMENTS = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "claims.md")
 
 
@@ -38,6 +40,12 @@ def foreign(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCUMENTS], ids=lambda path: path.name)
 def test_documents(path) -> None:
     assert foreign(path.read_text()) == []
+
+
+def test_there_are_not_more_of_them() -> None:
+    """Words have a letter or a digit; bars of tables are none."""
+    words = [word for path in (ROOT / "docs").glob("*.md") for word in path.read_text().split()]
+    assert sum(any(map(str.isalnum, word)) for word in words) <= MOST
 
 
 def test_help() -> None:

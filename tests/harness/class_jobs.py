@@ -192,16 +192,22 @@ def check(model_type: str, layout: str = LAYOUT, lora: bool = False) -> ClassChe
 PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
 HEAD = """# Classes of transformers that were tried
 
-`python tests/harness/class_jobs.py RESULTS.jsonl` wrote this table, with transformers {version}: small models with
+`python tests/harness/class_jobs.py RESULTS.jsonl` wrote this page, with transformers {version}: small models with
 random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
-one device. *Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
-losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
-experts, *cp* that of both under {cut}; empty where not tried, or rejected because tokens meet elsewhere than in causal
-attention. *Ledger*: whether the measured collectives are the predicted ones, empty where none were predicted. *pp*,
-*generation*: tests check pipelines, and tokens against `transformers`' own.
+one device.
 
-| family | plan for tp | ep | verify | steps | ledger | LoRA | cp | pp | generation |
-|---|---|---|---|---|---|---|---|---|---|
+- Plans for tp are the class's own, except suggested ones of {suggested}.
+- With ep=2: {experts}.
+- Measured collectives equal the predicted ones of {ledger}; none were predicted of the others.
+- Tests check pipelines of {chains}, and tokens against `transformers`' own of {generating}.
+
+*Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
+losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
+experts, *cp* that of both under {cut}; empty where not tried, or rejected: tokens meet elsewhere than in
+causal attention.
+
+| family | verify, steps | LoRA | cp |
+|---|---|---|---|
 """
 
 
@@ -232,20 +238,26 @@ def _rows(results: Path) -> list[dict[str, Any]]:
 
 
 def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Collection[str]) -> str:
-    """The table of all families that have a result."""
+    """The table of all families that have a result, behind what they have in common."""
     import transformers
 
     found = {(row["family"], row["kind"]): row for row in rows}
+    bases = {family: found.get((family, "base"), {}) for family in sorted({row["family"] for row in rows})}
     lines = []
-    for family in sorted({row["family"] for row in rows}):
-        base, lora, cut = (found.get((family, kind), {}) for kind in KINDS)
-        plan = {True: "the class's own", False: "suggested"}.get(base.get("published"), "")
-        cells = [family, plan, "2" if "ep=2" in base.get("layout", "") else "", _error(base, "verify"),
-                 _error(base, "steps"), "equal" if base.get("ledger") else "", _error(lora, "verify", "steps"),
-                 _error(cut, "verify", "steps") if "verify" in cut else "",
-                 *("yes" if family in names else "" for names in (chains, generating))]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return HEAD.format(version=transformers.__version__, layout=LAYOUT, cut=CUT) + "\n".join(lines) + "\n"
+    for family, base in bases.items():
+        lora = _error(found.get((family, "lora"), {}), "verify", "steps")
+        cut = found.get((family, "cp"), {})
+        cut = _error(cut, "verify", "steps") if "verify" in cut else ""
+        lines.append(f"| {family} | {_error(base, 'verify')}, {_error(base, 'steps')} | {lora} | {cut} |")
+    head = HEAD.format(
+        version=transformers.__version__, layout=LAYOUT, cut=CUT,
+        suggested=", ".join(family for family, base in bases.items() if base.get("published") is False),
+        experts=", ".join(family for family, base in bases.items() if "ep=2" in base.get("layout", "")),
+        ledger=", ".join(family for family, base in bases.items() if base.get("ledger")),
+        chains=", ".join(family for family in bases if family in chains),
+        generating=", ".join(family for family in bases if family in generating),
+    )  # fmt: skip
+    return head + "\n".join(lines) + "\n"
 
 
 def _error(row: Mapping[str, Any], *names: str) -> str:

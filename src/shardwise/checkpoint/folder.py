@@ -14,7 +14,7 @@ from shardwise.checkpoint.file_io import DamagedError
 from shardwise.checkpoint.manifest import NAME, PART_NAME
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.writer import sync_folder
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import UserError, near_path, os_errors
 
 _STEP = re.compile(r"step-([0-9]{1,15})", re.ASCII)
 
@@ -52,7 +52,7 @@ def find(path: Path) -> Checkpoint:
     Raises `UserError` when there is none, and when the newest one is damaged, `DamagedError` that names an older one.
     """
     if not path.is_dir():
-        raise UserError(f"no such folder: {path}")
+        raise UserError(f"no such folder: {path}{near_path(path)}")
     if not (path / NAME).exists():
         for folder in (path, path / "checkpoints"):
             if found := steps(folder):

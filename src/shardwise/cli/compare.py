@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import CommandOptions, word
 from shardwise.cli.output import print_json, print_result, show
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 from shardwise.records import dataclass
 from shardwise.report import StepReport, compare
 from shardwise.report.predictions import are_predictions, prediction_tables, predictions_json
@@ -76,7 +76,7 @@ def _report(path: Path) -> StepReport:
 
 def _of_run(path: Path, name: str) -> StepReport:
     if not path.is_dir():
-        raise UserError(f"no such report or run directory: {path}")
+        raise UserError(f"no such report or run directory: {path}{near_path(path)}")
     file = path / "reports" / f"{name}.json"
     if not file.is_file():
         raise UserError(f"{path} has no {name} report; `shardwise train --report` makes one")

@@ -16,12 +16,13 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from shardwise.cli.quantities import length_of
-from shardwise.errors import UserError, did_you_mean
+from shardwise.errors import UserError, did_you_mean, nearest
 from shardwise.options import Option, kinds
 from shardwise.records import dataclass
 
 HIDDEN = argparse.SUPPRESS
 """Help text of an argument that no help shows."""
+_ELSEWHERE = {"gpus": "cluster", "users": "concurrency", "clients": "concurrency", "context": "prompt"}
 
 Run = Callable[[Any], int]
 """Runs a command or an action with its options. Returns the exit code."""
@@ -178,13 +179,14 @@ class Parser(argparse.ArgumentParser):
             message = f"unrecognized arguments: {unknown[0]}"  # the mistyped one is most often the one that is missing
         first = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
         if message.startswith("unrecognized") and first.startswith("-"):
-            import difflib
-
             # Without the dashes, which any two words share.
             word, names = first.lstrip("-"), [one.lstrip("-") for one in self._options() if one.startswith("--")]
+            word = _ELSEWHERE.get(word, word)
             begun = [name for name in names if (word[1:] and name.startswith(word)) or word.startswith(f"{name}-")]
-            near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.65)
+            near = begun or nearest(word, names, cutoff=0.65)
             message += f"; did you mean --{near[0]}?" if near else ""
+        elif message.startswith("unrecognized") and first[:1].isdigit() and "x" in first:
+            message += f"; did you mean --cluster {first}?"
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -166,7 +166,8 @@ def _step(args: EstimateOptions) -> tuple[EstimatedStep, Layout | None]:
     model = subject_of(args) if args.model else None
     missing = [f"--{name}" for name in ("layout", "cluster") if getattr(args, name) is None]
     if model is None or missing:
-        raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
+        words = ", ".join(missing if args.model else ["MODEL", *missing])
+        raise UserError(f"estimate needs {words}, such as llama-3-8b --layout dp=8,zero=3 --cluster 8xH100")
     layout, cluster = Layout.parse(args.layout or ""), cluster_of(args)
     other = None if args.compare is None else Layout.parse(args.compare)
     parts = math.lcm(*(each.dp * each.micro for each in (layout, other or layout)))

@@ -226,7 +226,7 @@ ACTIONS = {
     "models": ListModels,
     "devices": _listing("devices for --cluster", _devices),
     "links": _listing("links inside nodes and between them", _links),
-    "engines": _listing("software that plan and estimate can price (plan --engine)", _engines),
+    "engines": _listing("software that plan and estimate price (--engine)", _engines),
     "schedules": _listing("pipeline schedules (schedule=)", _schedules),
     "algorithms": _listing("algorithms of collectives (algorithm=)", _algorithms),
     "layout-keys": _listing("keys of a layout, with defaults", _keys),

@@ -140,7 +140,8 @@ FORMER = {
 }
 """CommandOptions -> former names of options, which are still accepted and which no help text shows."""
 FORMER_ACTIONS = {
-    "collective list": ["list", "algorithms"], "pipeline list": ["list", "schedules"], "list gpus": ["list", "devices"]
+    "collective list": ["list", "algorithms"], "pipeline list": ["list", "schedules"],
+    "list gpus": ["list", "devices"], "list gpu": ["list", "devices"],
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def apply_plan(args: Any, here: bool = True) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with os_errors(f"read {path}"):
+    with os_errors(f"read {path}", typed=path):
         text = read_small(path)
     try:
         data = json.loads(text)

@@ -31,7 +31,7 @@ def read_prompts(args: PromptOptions) -> tuple[list[list[int]], Text | None]:
     texts = list(args.prompt)
     for file in args.prompt_file:
         try:
-            with os_errors(f"read {file}"):
+            with os_errors(f"read {file}", typed=file):
                 texts.append(file.read_text())
         except UnicodeDecodeError:
             raise UserError(f"{file} is not UTF-8 text") from None

@@ -46,7 +46,7 @@ def values_of(name: str, argv: list[str]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with os_errors("read it"):
+    with os_errors("read it", typed=path):
         text = read_small(path)
     try:
         return tomllib.loads(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.cluster.device import UNKNOWN, Device, Host, Link
-from shardwise.errors import UserError
+from shardwise.errors import UserError, nearest
 from shardwise.records import dataclass
 
 
@@ -146,12 +146,9 @@ def lookup(name: str) -> Accelerator:
     Raises `UserError` with the nearest names."""
     found = _device_named(name)
     if found is None:
-        import difflib
-
         by_lower = {known.lower(): known for known in names()}
-        near = difflib.get_close_matches(name.strip().lower(), by_lower, n=2, cutoff=0.4)
-        nearest = " or ".join(by_lower[n] for n in near)
-        hint = f"did you mean {nearest}?" if near else "`shardwise list devices` has all names"
+        near = [by_lower[one] for one in nearest(name.strip().lower(), by_lower, 2, cutoff=0.4)]
+        hint = f"did you mean {' or '.join(near)}?" if near else "`shardwise list devices` has all names"
         raise UserError(
             f"no device {reprlib.repr(name)} in the catalog; {hint}; other devices are described in a TOML file"
         )

@@ -14,7 +14,7 @@ from shardwise.cluster.catalog import Accelerator
 from shardwise.cluster.device import HOST_FIELDS, MOST_OVER_PCIE, PCIE, RATES, UNKNOWN, Device, Host, Link, Speed
 from shardwise.cluster.networks import network_of
 from shardwise.cluster.paths import CHAIN, PAIRS, RING, NodePaths, paths_of, slowest
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 from shardwise.records import dataclass
 from shardwise.small_files import read_small
 
@@ -222,7 +222,7 @@ def _from_toml(path: Path) -> Cluster:
     try:
         data = tomllib.loads(read_small(path))
     except OSError as error:
-        raise UserError(f"cannot read cluster file {path}: {error.strerror}") from None
+        raise UserError(f"cannot read cluster file {path}: {error.strerror}{near_path(path)}") from None
     except ValueError as error:
         raise UserError(f"cluster file {path} is not valid TOML: {error}") from None
     try:

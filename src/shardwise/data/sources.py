@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from shardwise.data.extras import require
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 
 STDLIB = "stdlib"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -128,7 +128,8 @@ def _open(source: str, text_field: str) -> Source:
         return Source(source, "stdlib", root, files, text_field)
     root = Path(source).expanduser()
     if not root.exists():
-        raise UserError(f"no such file or folder: {source} (the word {STDLIB!r} means Python's own library sources)")
+        hint = near_path(root) or f" (the word {STDLIB!r} means Python's own library sources)"
+        raise UserError(f"no such file or folder: {source}{hint}")
     if root.is_file():
         file = _stat(root, root.name)
         if not file.size:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, fields, replace
 from typing import Any, NamedTuple, Self
 
-from shardwise.errors import LayoutError, did_you_mean
+from shardwise.errors import LayoutError, did_you_mean, nearest
 from shardwise.layout.axes import DENSE
 from shardwise.records import dataclass
 
@@ -135,10 +135,8 @@ class Key:
         word = value.partition(":")[0] if self.form else value
         if not self.choices or word in self.choices:
             return
-        import difflib
-
         meant = [_SYNONYMS[word]] if _SYNONYMS.get(word) in self.choices else None
-        near = meant or difflib.get_close_matches(word, self.choices, n=1, cutoff=0.5)
+        near = meant or nearest(word, self.choices, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise LayoutError(f"{self.name}={value} is unknown; {hint}choices: {', '.join(self.choices)}")
 

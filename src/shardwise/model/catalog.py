@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path, nearest
 from shardwise.model.config import ModelConfig
 
 
@@ -55,8 +55,8 @@ def resolve(text: str, fetch: bool = True, stored: bool = False) -> ModelConfig:
         return found
     if entry:
         return read_fields(entry[1], entry[0])
-    if text.startswith(("/", "./", "../", "~")):
-        raise UserError(f"no such file or folder: {text}")
+    if text.startswith(("/", "./", "../", "~")) or text.endswith(".json"):
+        raise UserError(f"no such file or folder: {text}{near_path(text)}")
     near = _nearest(text)
     if not hub.is_hub_id(text) or hub.offline() or not fetch:
         forbidden = f", which is not asked (--offline, {hub.OFFLINE})" if hub.is_hub_id(text) and fetch else ""
@@ -108,14 +108,13 @@ def stored_as(name: str) -> str:
 
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
-    import difflib
-
     from shardwise.model.hub import hub_models
 
     others = [other for other in hub_models() if other != name.strip()]
-    listed = difflib.get_close_matches(name.strip(), others, n=2, cutoff=0.8) if "/" in name else []
-    near = listed + difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_catalog())}"
+    listed = nearest(name.strip(), others, 2, cutoff=0.8) if "/" in name else []
+    near = listed + nearest(name.strip().lower().rsplit("/", 1)[-1], _catalog(), 3, cutoff=0.5)
+    otherwise = near_path(name).removeprefix("; ") or f"known are {', '.join(_catalog())}"
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 @cache

@@ -10,8 +10,11 @@ from shardwise.options import kinds
 
 MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
 """Of a model; some hundred times what anybody has trained, and few enough for 64-bit counts of bytes."""
-
-
+_ELSEWHERE = {
+    "hidden_size": "hidden", "num_hidden_layers": "layers", "num_attention_heads": "heads", "vocab_size": "vocab",
+    "num_key_value_heads": "kv_heads", "intermediate_size": "ffn", "num_experts_per_tok": "active", "topk": "active",
+}  # fmt: skip
+"""Words of a config.json and of papers -> fields."""
 LONGEST_NAME = 200
 """Characters of a model's name, which messages are about."""
 
@@ -49,17 +52,18 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
 
 def _part(model: ModelConfig, word: str, name: str) -> Any:
     _known(word, name, model, "a model")
-    part = getattr(model, name)
-    if not is_dataclass(part):
-        raise UserError(f"--set {word}: {name} of model {model.name!r} is {part}, which has no fields")
+    if not is_dataclass(part := getattr(model, name)):
+        has = f"has no {name}" if part is None else f"has {part} as {name}, which is no table"
+        raise UserError(f"--set {word}: model {model.name!r} {has}")
     return part
 
 
 def _known(word: str, field: str, owner: Any, where: str) -> None:
     """Raise `UserError` for a field that `owner` lacks."""
     fields = _fields(owner)
+    meant = _ELSEWHERE.get(field, field)
     if field not in fields:
-        raise UserError(f"--set {word}: {where} has no field {field!r}; {did_you_mean(field, fields, 'fields:')}")
+        raise UserError(f"--set {word}: {where} has no field {field!r}; {did_you_mean(meant, fields, 'fields:')}")
 
 
 def _fields(owner: Any) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    with os_errors(f"read {path}", "; give a config.json or the folder that holds it"):
+    with os_errors(f"read {path}", "; give a config.json or the folder that holds it", typed=path):
         try:
             data = json.loads(read_small(path))
         except (ValueError, RecursionError) as error:

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import UserError, near_path, os_errors
 from shardwise.report.json_lines import JsonLines, json_object
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.strict_json import strict
@@ -100,7 +100,7 @@ class RunDirectory:
         """A run that exists. Raises `UserError` when `path` holds none."""
         here = cls(Path(path))
         if not here._file.is_file():
-            raise UserError(f"{path} holds no run: it has no run.json")
+            raise UserError(f"{path} holds no run: it has no run.json{near_path(path)}")
         return here
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.codec import Json
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 from shardwise.records import dataclass
 from shardwise.report.files import write_whole
 from shardwise.report.printing import Bar, Printable
@@ -242,7 +242,7 @@ class StepReport(Printable, Json):
         try:
             return cls.from_json(json.loads(path.read_text()))
         except OSError as error:
-            raise UserError(f"cannot read report {path}: {error.strerror}") from None
+            raise UserError(f"cannot read report {path}: {error.strerror}{near_path(path)}") from None
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         except (ValueError, RecursionError) as error:

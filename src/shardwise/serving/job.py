@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.codec import Json
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import LayoutError, UserError, near_path
 from shardwise.layout import Layout
 from shardwise.layout.context import CHUNK, PAGE, PageCut
 from shardwise.model import ModelConfig
@@ -152,7 +152,7 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights | None]:
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}; give a Hugging Face folder, a checkpoint or a run directory")
+        raise UserError(f"no such folder: {folder}{near_path(folder) or '; give a folder of weights or a run'}")
     if (folder / "config.json").exists():
         if (described := resolve(str(folder))).counted and any(folder.glob("*.safetensors")):
             return described, None

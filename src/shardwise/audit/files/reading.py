@@ -36,7 +36,7 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Recording], list[str]]:
     refused: list[str] = []
     for path in paths:
         before = len(recordings)
-        with os_errors(f"read {path}"):
+        with os_errors(f"read {path}", typed=path):
             inside = [file for file in path.iterdir() if not file.is_dir()] if path.is_dir() else [path]
         for file in sorted(file for file in inside if not file.name.startswith(".") or file == path):
             try:

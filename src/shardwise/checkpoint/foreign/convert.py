@@ -21,7 +21,7 @@ from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.names import unwrapped_names
 from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.families import family_of
@@ -40,7 +40,7 @@ def open_foreign(folder: Path | str, format: str = "auto", *, weights_only: bool
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}")
+        raise UserError(f"no such folder: {folder}{near_path(folder)}")
     if format not in (*FORMATS, "auto"):
         raise UserError(f"unknown format {format!r}; choose auto or one of {', '.join(FORMATS)}")
     _refuse_megatron(folder)

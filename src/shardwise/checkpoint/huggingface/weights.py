@@ -16,7 +16,7 @@ from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
 from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.checkpoint.names import unwrapped_names
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import UserError, near_path, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.config import Experts
@@ -65,7 +65,7 @@ class HuggingFaceWeights:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise UserError(f"no such folder: {folder}")
+            raise UserError(f"no such folder: {folder}{near_path(folder)}")
         model = from_huggingface(folder)
         if reason := model.why_not_runnable():
             raise UserError(f"{folder}: {reason}")

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, nearest
 from shardwise.interop.engines import deepspeed
 from shardwise.interop.reading.engine_reader import read_as, values_of
 from shardwise.interop.reading.fields import ConfigFields, renamed
@@ -33,7 +32,7 @@ def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The Trainer's arguments in a dialect's file, by transformers' names. Raises `UserError` for a mistyped one."""
     one = spec(engine)
     for key in data:
-        if key not in one.renamed and (near := get_close_matches(key, one.renamed, n=1, cutoff=0.85)):
+        if key not in one.renamed and (near := nearest(key, one.renamed, cutoff=0.85)):
             raise UserError(f"{key} is not known; did you mean {near[0]}?")
     table = renamed({key: value for key, value in data.items() if key not in one.dropped}, one.renamed)
     if table.pop("disable_gradient_checkpointing", False) is True:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, nearest
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
@@ -134,7 +133,7 @@ class ConfigFields:
         # YAML reads a bare no as false.
         value = "no" if value is False and "no" in known else str(value)
         if known and value.lower() not in known:
-            near = difflib.get_close_matches(value.lower(), known, n=1)
+            near = nearest(value.lower(), known)
             hint = f"did you mean {known[near[0]]}?" if near else f"choices: {', '.join(known.values())}"
             raise UserError(f"{self.name(key)}={value} is unknown; {hint}")
         return value
@@ -205,11 +204,11 @@ class ConfigFields:
                     for goal in (unknown, doubts) if split else (sizes,):
                         goal.append(f"{self.name(key)}.{one}")
             else:
-                near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
+                near = nearest(key, self._taken | self._harmless.keys, cutoff=0.75)
                 meant = f" (did you mean {self._shown(near[0])}?)" if near else ""
                 unknown.append(f"{self.name(key)}{meant}")
                 # A name that is almost an option's is a mistyped one.
-                if telling or difflib.get_close_matches(key, self._taken, n=1, cutoff=0.85):
+                if telling or nearest(key, self._taken, cutoff=0.85):
                     doubts.append(unknown[-1])
         for inner in self._inner:
             for mine, more in zip(lists, inner.left(), strict=True):

@@ -3,10 +3,9 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, nearest
 from shardwise.interop.engines import accelerate, deepspeed, torchtitan, transformers
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
 from shardwise.interop.reading.engine_reader import read_as
@@ -56,7 +55,7 @@ def _chosen(found: Sequence[ConfigInput], engine: str | None) -> list[tuple[str,
     # Launchers of programs that are no engine's say little beside an engine's command.
     pairs = [pair for pair in pairs if pair[0] != "torchrun"] or pairs
     if not pairs or pairs[0][0] in unread():
-        raise unknown(pairs[0][0] if pairs else "")
+        raise unknown((word for one in found for word in one.words or one.table), pairs[0][0] if pairs else "")
     texts = [re.sub(r"--node[-_]rank[= ]\S+", "", " ".join(source.words or ())) for _, source in pairs]
     return [pair for number, pair in enumerate(pairs) if pair[1].words is None or texts[number] not in texts[:number]]
 
@@ -140,7 +139,7 @@ def _table(engine: str, source: ConfigInput, words: Sequence[str]) -> dict[str, 
     flags = dict(arguments.flags)
     for word in arguments.words if one.serves else ():
         if re.fullmatch(r"-[a-z]{2,4}", word):
-            if near := get_close_matches(word, one.short, n=1, cutoff=0.5):
+            if near := nearest(word, one.short, cutoff=0.5):
                 raise UserError(f"{word} is not known; did you mean {near[0]}?")
             flags[word.lstrip("-")] = True
     named = [flags.pop(key, None) for key in one.names_file]

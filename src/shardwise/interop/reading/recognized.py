@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, nearest
 from shardwise.interop.spec import EngineSpec, specs
 
 
@@ -63,9 +63,12 @@ def names(table: Mapping[str, Any]) -> set[str]:
     return result
 
 
-def unknown(engine: str = "") -> UserError:
-    """The error for an input that nothing here reads."""
+def unknown(words: Iterable[str], engine: str) -> UserError:
+    """The error for an input that nothing here reads, with the engine's word that is nearest to one of its."""
     if engine:
         hint = "give the arguments or the file of the engine that it trains with, or say --engine"
         return UserError(f"this is {engine}'s configuration, which is not read here: {hint}")
-    return UserError(f"no engine is recognized in this; say which with --engine: {', '.join(engines())}")
+    known = {mark for one in engines().values() for mark in (*one.marks, *re.findall(r"[a-z][\w-]{3,}", one.program))}
+    near = ((word, nearest(word, known, cutoff=0.8)) for word in words if word not in known)
+    hint = next((f"{word}: did you mean {names[0]}? Else say" for word, names in near if names), "say")
+    return UserError(f"no engine is recognized in this; {hint} which with --engine: {', '.join(engines())}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.extras import require
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 from shardwise.interop.reading.arguments import parse
 from shardwise.interop.reading.recognized import engine_of, engines, names
 from shardwise.interop.reading.shell import Command, commands
@@ -122,7 +122,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}{near_path(path)}") from None
     except ValueError:
         raise UserError(f"cannot read {path}: it is no text") from None
 

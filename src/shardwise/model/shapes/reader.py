@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, nearest
 from shardwise.model.config import ModelConfig
 from shardwise.model.hub import cache_folder
 from shardwise.model.precision import read_precision
@@ -85,7 +85,8 @@ def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, 
     """(model_type, fields, notes) of the language model in a configuration. Raises `UserError` without a model_type."""
     outer = data.get("model_type")
     if not isinstance(outer, str):
-        raise UserError(f"{where}: model_type is missing: give the config.json of a language model")
+        hint = "".join(f"is it {near!r}? " for near in nearest("model_type", data))
+        raise UserError(f"{where}: model_type is missing: {hint}give the config.json of a language model")
     key, kind, tied = composites().get(outer, ("", family_name(outer, data), None))
     key = next((k for k in (key, *_TEXT) if isinstance(data.get(k), dict)), "")
     if not key:

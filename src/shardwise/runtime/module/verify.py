@@ -12,7 +12,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import UserError, did_you_mean
+from shardwise.errors import UserError, did_you_mean, near_path
 from shardwise.layout import Layout
 from shardwise.layout.keys import KEYS, defaults
 from shardwise.layout.modules import check_module_layout
@@ -99,7 +99,8 @@ class FromFile:
         """Raises `UserError` for a text without a file and a name."""
         path, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier() or not Path(path).is_file():
-            raise UserError(f"{text!r} names no object of a file: give FILE.py:NAME, such as model.py:build")
+            hint = near_path(path) or ", such as model.py:build"
+            raise UserError(f"{text!r} names no object of a file: give FILE.py:NAME{hint}")
         return cls(str(Path(path).resolve()), name)
 
     def __call__(self) -> Any:

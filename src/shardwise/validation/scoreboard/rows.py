@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.cluster import Cluster, Device
-from shardwise.errors import UserError
+from shardwise.errors import UserError, near_path
 from shardwise.model import ModelConfig
 from shardwise.model.formats import weight_format
 from shardwise.model.parameters import count
@@ -145,7 +145,7 @@ def read(path: Path) -> list[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}{near_path(path)}") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
