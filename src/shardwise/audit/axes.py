@@ -69,7 +69,7 @@ def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterator[tuple[str, str,
         yield SHARDS, f"{name} gathers parameters after the optimizer", 2 if scatters else 1
     elif scatters:
         yield SHARDS, f"{name} scatters gradients", 2
-    if ("all_reduce", "backward") in did and not gathers:
+    if {("all_reduce", "backward"), ("all_reduce", "")} & did and not gathers:  # DeepSpeed's stage 0: after backward
         yield DATA, f"{name} all-reduces gradients", None
 
 

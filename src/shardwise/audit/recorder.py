@@ -168,6 +168,15 @@ class Recorder:
             hook(kind, error, trace)
 
         sys.excepthook = failed
+        leave = sys.exit
+
+        def exit(status: Any = None, /) -> None:
+            """Of programs that catch their errors, as hydra and `torch.multiprocessing.spawn` do."""
+            if status:
+                self.failed(sys.exc_info()[1] or SystemExit(status))
+            leave(status)
+
+        sys.exit = exit  # type: ignore[assignment]
         atexit.register(self.left)
         threading.Thread(target=self._beat, name="shardwise-audit", daemon=True).start()
 
@@ -435,7 +444,7 @@ class Recorder:
             where = f"{text}:{trace.tb_lineno}" if kind == "user" else where
             trace = trace.tb_next
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        self.write("error", time.time(), text, where)
+        self.write("error", time.time(), text, where or self._position()[0])
 
     def left(self) -> None:
         if os.getpid() == self.pid:
