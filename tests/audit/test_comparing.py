@@ -46,6 +46,9 @@ GATHERS = [call("all_gather_into", BLOCK, "forward")] * 2
 FSDP = [*GATHERS, *[call("all_gather_into", BLOCK)] * 2, *[call("reduce_scatter", BLOCK)] * 2]
 
 
+HALF = "gradients: a reduce_scatter would send half the bytes"
+
+
 def notes(audit: Audit, wrong: bool = True) -> list[str]:
     return [f"{row.what}: {row.note}" for row in audit.traffic if row.note and row.wrong == wrong]
 
@@ -65,8 +68,8 @@ def test_clean_steps_are_equal_to_the_plan(calls, local) -> None:
     ("stage", "ops", "local", "layout", "note"),
     [
         (0, ["all_reduce"], 1, "dp=2", ""),
-        (None, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=1", "gradients: a reduce_scatter would send half the bytes"),
-        (2, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=2", "gradients: a reduce_scatter would send half the bytes"),
+        (None, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=1", HALF),
+        (2, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=2", HALF),
         (3, ["reduce_scatter", "all_gather_into"], 2, "dp=2,zero=3",
          "parameters: gathered after the update; this runtime does in the forward pass"),
     ],

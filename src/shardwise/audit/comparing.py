@@ -88,7 +88,7 @@ def _what(call: Call, axis: str, by_engine: bool, large: bool) -> str:
 
 def recorded_rows(recording: RankRecording, understood: Understood) -> list[RecordedRow]:
     """The calls of a steady step of one rank by kind."""
-    axes = {group: axis for axis, groups in understood.groups.items() for group in groups if axis != PIPELINE}
+    axes = understood.axes_of
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     calls = steady_calls(recording)
     by_engine = any(call.engine in _ENGINES for call in calls)

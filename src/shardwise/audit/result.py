@@ -60,6 +60,8 @@ class Audit(Json):
     bytes: Bytes | None
     """The most of every class on any rank; None without an optimizer step. `total` is of the device's allocator, or
     of the process's."""
+    planned: Bytes | None
+    """State that the layout needs; None where the model is not known."""
     peak: int | None
     late: tuple[LateRank, ...]
     sent: int
@@ -124,7 +126,7 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None, model:
         command, job.code, job.seconds, understood.world, len(recordings),
         max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
-        tuple(traffic), held, peak,
+        tuple(traffic), held, planned.bytes if planned else None, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
         mistakes=tuple(mistakes), beyond=tuple(more), unseen=unseen,
     )  # fmt: skip
