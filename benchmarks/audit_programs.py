@@ -42,7 +42,7 @@ def judged(item: Program, job: AuditedJob, ended: float) -> dict[str, Any]:
         understood = understand(job.recordings)
         expected = Layout.parse(f"{item.layout},precision=fp32")
         row["layout"], row["expected"] = str(understood.layout), str(expected)
-        row["recovered"] = understood.fits(expected)
+        row["recovered"] = understood.layout == expected
         row["alarm"] = found is not None or job.code != 0
         return row
     row["sure"] = bool(found and found.sure)

@@ -121,9 +121,8 @@ def test_an_error_is_the_cause_unless_it_is_one_of_communication() -> None:
     for text in ("TypeError: no argument distance", "ValueError: no such token", ""):
         whole[3] = replace(whole[3], error=(9.0, text, "train.py:44") if text else None)
         found = first_difference(whole)
-        named = (3,), "train.py:44"
         assert found is not None and found.kind == "error"
-        assert (found.ranks, found.where) == (named if text else ((1,), "train.py:7"))
+        assert (found.ranks, found.where) == (((3,), "train.py:44") if text else ((1,), "train.py:7"))
 
 
 def test_a_step_without_a_micro_batch() -> None:

@@ -34,10 +34,8 @@ TAIL = """
     if wrong("error"):
         raise ValueError("no such token")  # ERROR
     if wrong("caught"):
-        try:
-            raise TypeError("no such type")  # ERROR
-        except TypeError:
-            sys.exit(3)
+        try: raise TypeError("no such type")  # ERROR
+        except TypeError: sys.exit(3)
     seen = torch.zeros(3, dtype=torch.int64)
     total = torch.ones(2 if wrong("size") else 1, dtype=torch.int32 if wrong("dtype") else torch.float32)
     numbers = [total, seen]

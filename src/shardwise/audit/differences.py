@@ -9,10 +9,10 @@ different branches to the same call.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
 
 from shardwise.audit.calls import MESSAGES, Call
@@ -97,10 +97,8 @@ class _Program:
 
     def lacks(self, rank: int, call: Call) -> bool:
         """Whether a rank made fewer calls of this line on this group than the rank of the call."""
-        key = call.where, call.comm, call.group
-        mine, theirs = (
-            sum((entry.where, entry.comm, entry.group) == key for entry in self.calls(r)) for r in (rank, call.rank)
-        )
+        made = (Counter((one.where, one.comm, one.group) for one in self.calls(r)) for r in (rank, call.rank))
+        mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
     def first(self, call: Call) -> bool:
@@ -429,9 +427,8 @@ def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:
     """Whether the calls of one line came before those of another in every step that has both."""
     orders = []
     for places in sequences:
-        lines = [[]]  # type: list[list[str]]
-        for place in places:
-            lines.append([]) if place.call is None else lines[-1].append(place.token.where)
+        marks = [at for at, place in enumerate(places) if place.call is None]
+        lines = [[p.token.where for p in places[a:b]] for a, b in pairwise([0, *marks, len(places)])]
         orders += [
             then not in line[: len(line) - line[::-1].index(first)] for line in lines if {first, then} <= {*line}
         ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.audit.axes import DATA
 from shardwise.audit.reading import RankRecording
 from shardwise.audit.result import Audit
 from shardwise.audit.understanding import steady_step
@@ -14,7 +15,6 @@ from shardwise.report.rank_timelines import RankTimeline, RankTimelines
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role, StepReport
 
-_STATE = ("parameters", "gradients", "optimizer")
 _UNPLANNED = "Saved tensors and other bytes are the recorded ones: only state is predicted of a layout alone."
 
 
@@ -37,7 +37,8 @@ def keep_run(audit: Audit, recordings: Sequence[RankRecording], folder: Path) ->
                 timelines = _timelines(recordings, number, audit.understood.axes_of)
                 run.write_timelines(timelines, last=number != steady_step(one))
         if audit.bytes and audit.traffic:
-            due = {name: getattr(audit.planned or audit.bytes, name) for name in _STATE}
+            state = ("parameters", "gradients", "optimizer")
+            due = {name: getattr(audit.planned or audit.bytes, name) for name in state}
             sides = {"measured": (audit.bytes, tuple(said for _, said in audit.rows))}
             sides["predicted"] = replace(audit.bytes, **due), (_UNPLANNED,)
             for source, (held, notes) in sides.items():
@@ -51,7 +52,7 @@ def _ledger(audit: Audit, due: bool) -> tuple[LedgerRow, ...]:
     for row in audit.traffic:
         elements, phase = row.due if due else row.elements, row.phase or "optimizer"
         if elements and row.dtype in DTYPE_BYTES:
-            rows.append(LedgerRow(phase, row.op, row.axis or "dp", row.what, row.dtype, elements, 1))  # type: ignore[arg-type]
+            rows.append(LedgerRow(phase, row.op, row.axis or DATA, row.what, row.dtype, elements, 1))  # type: ignore[arg-type]
     return tuple(rows)
 
 
@@ -62,11 +63,7 @@ def _timelines(recordings: Sequence[RankRecording], step: int, axes: Mapping[tup
     first, end = min(moments, default=0.0), max(moments, default=0.0)
     ranks = []
     for rank, some in made.items():
-        spans = call_spans(replace(call, end=call.end or end) for call in some)
-        named = []
-        for span in spans:
-            axis = {"axes": axes.get(span.args["ranks"], span.args["axes"])}
-            name = f"{span.name} {span.args['where']}".strip()
-            named.append(replace(span, name=name, args=span.args | axis).later(-round(first * 1e9)))
-        ranks.append(RankTimeline(rank, 0, 0, tuple(named)))
+        known = (replace(call, end=call.end or end, comm=axes.get(call.group, call.comm)) for call in some)
+        named = (replace(span, name=f"{span.name} {span.args['where']}".strip()) for span in call_spans(known))
+        ranks.append(RankTimeline(rank, 0, 0, tuple(span.later(-round(first * 1e9)) for span in named)))
     return RankTimelines(step + 1, len(made), tuple(ranks))

@@ -20,11 +20,7 @@ from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
-UNSEEN = (
-    "calls inside replayed CUDA graphs",
-    "NVSHMEM and symmetric memory",
-    "libraries that call NCCL themselves",
-)
+UNSEEN = ("calls inside replayed CUDA graphs", "NVSHMEM and symmetric memory", "libraries that call NCCL themselves")
 """What the recorder cannot see."""
 _STALE = (
     "the optimizer has {} parameters as they were before they were sharded, whole, and updates none of the model's: "
@@ -145,7 +141,7 @@ def _held(recordings: Sequence[RankRecording]) -> tuple[Bytes | None, int | None
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
     """What does not hold of an expected layout and of budgets in bytes ("memory", "bytes")."""
     results = []
-    if expect is not None and not audit.understood.fits(expect):
+    if expect is not None and audit.understood.layout != expect:
         results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
     elif expect is not None:
         results += [f"beyond the plan: {text}" for text in audit.beyond]

@@ -44,9 +44,6 @@ class Understood(Json):
         """Group of collectives -> its axis."""
         return {group: axis for axis, groups in self.groups.items() for group in groups if axis != PIPELINE}
 
-    def fits(self, layout: Layout) -> bool:
-        return self.layout == layout
-
 
 def steady_step(recording: RankRecording) -> int:
     """Number of a step in the middle of a run, from 0."""

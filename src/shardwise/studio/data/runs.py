@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.report.compare import PEAK_TOLERANCE, ReportComparison, compare
-from shardwise.report.exposure import COMPUTE, exposures
+from shardwise.report.exposure import exposures
 from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
@@ -135,17 +135,18 @@ def data(params: Mapping[str, str], runs: Path) -> View:
         tables["timeline"], more["timeline"] = timeline.table(), timeline.to_json()
     bars: dict[str, Any] = {}
     if shown is not None:
-        base = Base.planned(reports.get("predicted"))
+        base, judged = Base.planned(reports.get("predicted")), verdict_of(here, shown)
+        assert judged is not None
         if against != PLAN:
             other = verdict_of(run_of(runs, names, against))
             base = Base.recorded(against, other.parts) if other else None
-        timed, bars, judged = _of_step(here, shown, base)
-        tables |= timed
-        more |= judged
+        timed, of_step = step_figures(judged, shown.on_one_clock)
+        if "ranks" in timed:
+            timed["waterfall"], more["verdict"] = waterfall(base, judged.parts), judged.brief()
+        bars, tables = dict(of_step), tables | timed
         how |= {table: How(HOW_TIMED[table], _compare(here)) for table in timed}
     if here.memory.is_file():
-        traces = read_memory(here.memory)
-        tables |= memory_step(traces)
+        tables |= memory_step(traces := read_memory(here.memory))
         bars["peak"], more["peaks"] = peak_bars(traces), [peak_words(one) for one in traces]
         how |= dict.fromkeys(("peak", "over"), How(HOW_PEAK, _compare(here)))
     if reports:
@@ -161,19 +162,6 @@ def data(params: Mapping[str, str], runs: Path) -> View:
         how |= {table: How(HOW_TIMED[table], _compare(here)) for table in figures.tables}
         more |= {"has": list(reports), "bars": bars | figures.bars, "classes": list(BYTE_CLASSES), **_agreement(both)}
     return View(query.state, _choices(names, name, recorded), tables, how, more)
-
-
-def _of_step(
-    here: RunDirectory, shown: RankTimelines, base: Base | None
-) -> tuple[dict[str, Table], dict[str, Any], dict[str, Any]]:
-    """(tables, bars, verdict) of a recorded step. Of an audit, which does not see what is computed meanwhile, only who
-    came last."""
-    judged = verdict_of(here, shown)
-    assert judged is not None
-    tables, bars = step_figures(judged, shown.on_one_clock)
-    if any(span.stream == COMPUTE for one in shown.ranks for span in one.spans):
-        return {**tables, "waterfall": waterfall(base, judged.parts)}, dict(bars), {"verdict": judged.brief()}
-    return {name: table for name, table in tables.items() if name == "arrivals"}, {"arrivals": bars["arrivals"]}, {}
 
 
 def _choices(names: list[str], name: str, recorded: Mapping[int, RankTimelines]) -> dict[str, list[Any]]:
