@@ -78,7 +78,7 @@ def run(args: AuditOptions) -> int:
         from shardwise.audit.advice import advice
 
         audit = replace(audit, advice=tuple(advice(request, job.recordings, audit.understood.layout)))
-    if args.out:
+    if args.out and args.program:
         from shardwise.audit.kept import keep_run
 
         keep_run(audit, job.recordings, args.out)

@@ -198,7 +198,7 @@ function dropArea(open) {
 /** Of an audit, which knows when steps ended and no loss. */
 function lossless({ tables }) {
   const { columns } = tables.steps;
-  return columns.step.length > 0 && columns.loss.every((loss) => loss === null);
+  return columns.step.length > 0 && [columns.loss, columns.tokens_per_s].every((values) => values.every((value) => value === null));
 }
 
 function curves(data) {
