@@ -12,7 +12,6 @@ from shardwise.audit.calls import Call
 from shardwise.audit.job import AuditedJob
 from shardwise.audit.reading import RankRecording, StepMark
 from shardwise.audit.result import Audit, audit_of, failures_of
-from shardwise.audit.understanding import understand
 from shardwise.layout import Layout
 from shardwise.model.catalog import resolve
 from shardwise.model.parameters import parameters
@@ -29,14 +28,14 @@ def call(op: str, elements: int, phase: str = "backward", engine: str = "fsdp", 
     return Call(0, 0, op, phase=phase, engine=engine, inputs=size, outputs=size, **values)
 
 
-def audited(calls: Sequence[Call], local: int = 1, expect: str = "", **held: int) -> Audit:
+def audited(calls: Sequence[Call], local: int = 1, expect: str = "", zero: int | None = None, **held: int) -> Audit:
     """The audit of two ranks that make these calls in a step. local: ranks over which parameters are sharded."""
     rows = [[name, shape, "float32", True, [-(-shape[0] // local), *shape[1:]]] for name, shape in SHAPES.items()]
     classes = {"parameters": 0, "gradients": 0, "optimizer": 0, "saved": 0, "total": 0, "peak": 0} | held
     steps = tuple(StepMark(n + 1, float(n), classes) for n in range(4))
     ranks = [
         RankRecording(rank, tuple(replace(one, rank=rank, order=at) for at, one in enumerate(calls)), 2, steps=steps,
-                      model=("Net", 0, None, rows))
+                      model=("Net", 0, None, rows), zero=zero)
         for rank in TWO
     ]  # fmt: skip
     return audit_of(AuditedJob(0, 1.0, ranks, None, False), "", Layout.parse(expect) if expect else None)
@@ -45,6 +44,9 @@ def audited(calls: Sequence[Call], local: int = 1, expect: str = "", **held: int
 DDP = [call("all_reduce", 2 * BLOCK, engine="ddp")]
 GATHERS = [call("all_gather_into", BLOCK, "forward")] * 2
 FSDP = [*GATHERS, *[call("all_gather_into", BLOCK)] * 2, *[call("reduce_scatter", BLOCK)] * 2]
+
+
+HALF = "gradients: a reduce_scatter would send half the bytes"
 
 
 def notes(audit: Audit, wrong: bool = True) -> list[str]:
@@ -62,13 +64,23 @@ def test_clean_steps_are_equal_to_the_plan(calls, local) -> None:
     assert all(row.note.endswith("elements are gathered again that this runtime keeps") for row in again)
 
 
-def test_deepspeed_reduces_after_the_backward_pass() -> None:
-    """And gathers after the update; it all-reduces what a reduce_scatter would do."""
+@pytest.mark.parametrize(
+    ("stage", "ops", "local", "layout", "note"),
+    [
+        (0, ["all_reduce"], 1, "dp=2", ""),
+        (None, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=1", HALF),
+        (2, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=2", HALF),
+        (3, ["reduce_scatter", "all_gather_into"], 2, "dp=2,zero=3",
+         "parameters: gathered after the update; this runtime does in the forward pass"),
+    ],
+)  # fmt: skip
+def test_deepspeed_reduces_after_the_backward_pass(stage, ops, local, layout, note) -> None:
+    """And gathers after the update. Stages 1 and 2 make the same calls: its engine says which it is."""
     more = {"phase": "", "engine": "deepspeed"}
-    calls = [call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_gather_into")] + [call("all_reduce", 1, **more)]
-    audit = audited(calls)
-    assert notes(audit) == [] and notes(audit, False) == ["gradients: a reduce_scatter would send half the bytes"]
-    assert [row.what for row in audit.traffic if row.due == row.elements] == ["gradients", "parameters"]
+    audit = audited([*(call(op, 2 * BLOCK, **more) for op in ops), call("all_reduce", 1, **more)], local, zero=stage)
+    assert audit.understood.layout == Layout.parse(f"{layout},precision=fp32")
+    assert notes(audit) == [] and notes(audit, False) == ([note] if note else [])
+    assert [row.what for row in audit.traffic if row.due == row.elements] == ["gradients", "parameters"][: len(ops)]
 
 
 def test_micro_batches_that_do_not_reduce_gather_more_often() -> None:
@@ -129,17 +141,6 @@ def test_a_given_model_is_what_is_due(missing) -> None:
     assert row.note.startswith("128 elements are never reduced" if missing else "")
     (row,) = audit_of(AuditedJob(0, 1.0, ranks, None, False), "").traffic or (None,)
     assert row is None
-
-
-@pytest.mark.parametrize(("stage", "shown"), [(2, 2), (None, 1)])
-def test_deepspeed_s_engine_says_its_stage(stage, shown) -> None:
-    """With one micro-batch, its stages 1 and 2 make the same calls over gloo."""
-    more = {"phase": "", "engine": "deepspeed"}
-    calls = tuple(call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_gather_into"))
-    steps = (StepMark(1, 0.0, None),) * 4
-    ranks = [RankRecording(r, tuple(replace(one, rank=r) for one in calls), 2, steps=steps, zero=stage) for r in TWO]
-    layout = understand(ranks).layout
-    assert layout is not None and layout.zero == shown
 
 
 def test_state_beyond_the_plan() -> None:

@@ -115,11 +115,25 @@ def test_who_died_first_is_named_before_those_who_waited() -> None:
 
 
 def test_an_error_is_the_cause_unless_it_is_one_of_communication() -> None:
+    """Such an error is named where there is nothing else."""
     whole = recordings([steps(USUAL)] * 4)
-    whole[3] = replace(whole[3], error=(9.0, "ValueError: no such token", "train.py:44"))
     whole[1] = replace(whole[1], error=(8.0, "RuntimeError: Connection closed by peer", "train.py:7"))
-    found = first_difference(whole)
-    assert found is not None and (found.kind, found.ranks, found.where) == ("error", (3,), "train.py:44")
+    for text in ("TypeError: no argument distance", "ValueError: no such token", ""):
+        whole[3] = replace(whole[3], error=(9.0, text, "train.py:44") if text else None)
+        found = first_difference(whole)
+        assert found is not None and found.kind == "error"
+        assert (found.ranks, found.where) == (((3,), "train.py:44") if text else ((1,), "train.py:7"))
+
+
+def test_a_step_without_a_micro_batch() -> None:
+    """A rank makes its optimizer's calls, where another has DDP's new buckets, a call of a line that came before."""
+    group = {"group": (0, 1)}
+    step = [call(5, 100, **group), call(9, 200, op="broadcast", peer=0, **group), call(9, 80, op="broadcast", **group)]
+    buckets = call(5, 68, 1, op="broadcast", dtype="int32", peer=0, **group)
+    whole = recordings([[*step, buckets, replace(step[0], step=1, state="started")]], marks=1)
+    less = recordings([[], [*step, *(replace(one, step=1) for one in step[1:])]], marks=2)
+    found = first_difference([*whole, less[1]])
+    assert found is not None and found.where == "train.py:5" and (found.kind, found.ranks) == ("skipped", (1,))
 
 
 def test_a_rank_that_ended_after_fewer_steps() -> None:

@@ -23,8 +23,6 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 
 LIMIT = 120
-
-
 CLEAN = [kind for kind in KINDS if kind not in ("trainer", "accelerate")]
 WRONG = [(kind, mistake) for kind in CLEAN for mistake in MISTAKES if (mistake, kind) not in NEVER]
 

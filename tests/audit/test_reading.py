@@ -156,6 +156,7 @@ HOSTILE = {
     "an impossible size": ("d_0", pickle.dumps([entry("all_reduce", 0, size=1 << 70)]), "a size out of range"),
     "a negative size": ("d_0", pickle.dumps([entry("all_reduce", 0, size=-1)]), "a size out of range"),
     "Chakra's JSON": ("c_0.json", {"workload_graph": []}, "give the .et file"),
+    "a trace of shardwise": ("t_0.json", {"traceEvents": [], "otherData": {"layout": "dp=2"}}, "for shardwise compare"),
     "no graph": ("c.0.et", b"\xff" * 20, "is no Chakra graph"),
     "half a graph": ("c.0.et", b"\x08\x12\x05", "is no Chakra graph"),
     "a database": ("report.sqlite", b"SQLite format 3\0", "such as Nsight Systems exports"),

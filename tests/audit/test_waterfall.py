@@ -12,10 +12,9 @@ from shardwise.audit.calls import Call
 from shardwise.audit.files.result import audit_files
 from shardwise.audit.waits import call_spans
 from shardwise.audit.waterfall import CLASSES, bars, waterfall
-from shardwise.report import Bytes, Role, StepReport
-from shardwise.report.exposure import exposure, length, spans, union, without
+from shardwise.report import StepReport
+from shardwise.report.exposure import union, without
 from shardwise.report.time_parts import STEP
-from shardwise.report.trace import write_trace
 
 STEP_NAME = "ProfilerStep#3"
 
@@ -191,27 +190,3 @@ def test_parts_always_add_up(compute, copies, loading, host, collectives, end):
 
 def ticks(intervals):
     return (tick for a, b in intervals for tick in range(a, b))
-
-
-def test_a_trace_of_our_own_tells_the_waits_of_its_report(tmp_path):
-    def event(name, stream, start, duration, **args):
-        return {"name": name, "stream": stream, "start_s": start, "duration_s": duration, "args": args}
-
-    timeline = (
-        event("matmul", "compute", 0.0, 0.25),
-        event("all_reduce", "communication", 0.125, 0.375, op="all_reduce", axes="dp", bytes=4096),
-        event("wait", "waiting", 0.25, 0.25),
-        event("adam", "compute", 0.5, 0.125),
-        event("wait", "waiting", 0.75, 0.125),
-    )
-    report = StepReport("measured", {}, "dp=2", {}, "2xcpu", (Role("all", (0, 1), Bytes(), (), timeline=timeline),))
-    write_trace(report, tmp_path / "trace.json")
-    result, whole = audit_files([tmp_path / "trace.json"]), exposure(spans(report.roles[0]))
-    assert result.waiting == {0: whole.waiting / 1e9} and whole.waiting == 375_000_000
-    mine = parts(result, 0)
-    assert mine["computing", "computing"] == whole.compute
-    assert mine["communication", "all_reduce"] == whole.exposed
-    assert mine["idle", "idle"] == whole.idle
-    (axis,) = result.axes
-    assert axis.nbytes == {kind.op: kind.bytes for kind in whole.kinds}
-    assert length(union([(0, whole.step)])) == result.waterfalls[0].time

@@ -33,6 +33,9 @@ TAIL = """
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong("error"):
         raise ValueError("no such token")  # ERROR
+    if wrong("caught"):
+        try: raise TypeError("no such type")  # ERROR
+        except TypeError: sys.exit(3)
     seen = torch.zeros(3, dtype=torch.int64)
     total = torch.ones(2 if wrong("size") else 1, dtype=torch.int32 if wrong("dtype") else torch.float32)
     numbers = [total, seen]
@@ -192,7 +195,7 @@ PIPELINES = {
 
 NEVER = {("unequal", kind) for kind in ("gpipe", "1f1b", "1f1b4", "interleaved", "trainer")}
 """Mistakes that programs of a kind cannot make: torch's schedules and the Trainer fix the number of micro-batches."""
-MISTAKES = ("skipped", "reordered", "size", "dtype", "group", "died", "error", "unequal")
+MISTAKES = ("skipped", "reordered", "size", "dtype", "group", "died", "error", "caught", "unequal")
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,8 @@ class Program:
     text: str
     mistake: str = ""
     wrong: int = 0
+    at: int = 0
+    """Optimizer steps before the mistake's step."""
     lines: tuple[int, ...] = field(default=())
     """Numbers of the lines that may be named."""
 
@@ -215,7 +220,7 @@ def lines_of(text: str, *tags: str) -> tuple[int, ...]:
 
 NAMED = {
     "skipped": ("LOSS",), "reordered": ("LOSS",), "size": ("LOSS",), "dtype": ("LOSS",), "group": ("LOSS",),
-    "error": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "STEP", "LOSS"),
+    "error": ("ERROR",), "caught": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "STEP", "LOSS"),
 }  # fmt: skip
 """Mistake -> tags of the lines that name it."""
 
@@ -247,7 +252,7 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
             )
     head = HEAD.format(mistake=mistake, rank=wrong, step=step, **sizes)
     text = head + body + TAIL
-    return Program(kind, ranks, layout, text, mistake, wrong, lines_of(text, *NAMED[mistake]) if mistake else ())
+    return Program(kind, ranks, layout, text, mistake, wrong, step, lines_of(text, *NAMED[mistake]) if mistake else ())
 
 
 KINDS = (*MODELS, *PIPELINES, *WHOLE)

@@ -14,6 +14,11 @@ from studio_visitor import DELAY, TIMELINE, Visitor, make_run, serving, step_eve
 from harness.cases import from_table
 from harness.report_strategies import reports
 from harness.today import FOLLOWED, of_some
+from shardwise.audit.calls import Call
+from shardwise.audit.job import AuditedJob
+from shardwise.audit.kept import keep_run
+from shardwise.audit.reading import RankRecording, StepMark
+from shardwise.audit.result import audit_of
 from shardwise.errors import UserError
 from shardwise.report.rank_timelines import Recorded, aligned
 from shardwise.report.run_directory import RunDirectory
@@ -353,6 +358,32 @@ def test_a_report_and_its_trace_give_the_same_events(runs: Path) -> None:
 def test_other_files_are_refused_in_one_line(content: bytes, line: str) -> None:
     with pytest.raises(UserError, match=line):
         opened(content)
+
+
+def test_an_audit_is_a_run(tmp_path: Path, browser: Any) -> None:
+    """Of two DDP ranks with three steps; rank 1 comes a second late to the all-reduce of each."""
+    held = {"parameters": 256, "gradients": 256, "optimizer": 512, "saved": 64, "total": 2000, "peak": 2000}
+    model = ("Net", 64, None, [["0.weight", [8, 8], "float32", True, [8, 8]]])
+    call = Call(0, 0, "all_reduce", (0, 1), "float32", (64,), 256, 256, None, "train.py:7", "backward", engine="ddp")
+    steps, ranks = tuple(StepMark(n + 1, 10.0 * n + 9, held) for n in range(3)), []
+    for rank in range(2):
+        times = [{"order": n, "step": n, "begin": 10.0 * n + 2 + rank, "end": 10.0 * n + 4} for n in range(3)]
+        calls = tuple(replace(call, rank=rank, **about) for about in times)  # type: ignore[arg-type]
+        ranks.append(RankRecording(rank, calls, 2, steps=steps, model=model))
+    RunDirectory.create(tmp_path / "audit", {"status": "running"}).close()
+    keep_run(audit_of(AuditedJob(0, 30.0, ranks, None, False), "train.py"), ranks, tmp_path / "audit")
+    view = data({"run": "audit"}, tmp_path)
+    assert view.more["layout"] == "dp=2,precision=fp32" and view.more["equal_ledger"] and view.more["equal_classes"]
+    arrivals = view.tables["arrivals"].columns
+    assert (arrivals["last"], arrivals["late"]) == ([1], [1.0]) and "ranks" not in view.tables
+    assert view.more["timeline"]["names"] == ["all_reduce train.py:7"]
+    with serving(tmp_path) as studio:
+        visitor = Visitor(browser, studio, reduced_motion="reduce")
+        page = visitor.open("runs?run=audit&_tables=ledger")
+        assert "finished: calls of all ranks meet" in page.locator(".sentence").first.text_content()
+        assert visitor.table("ledger")["equal"] == [True] and "Speed10.0 sper" in page.locator(".facts").text_content()
+        assert page.locator('[data-figure="steps"] h2').text_content() == "Seconds per step"
+        visitor.close()
 
 
 DROP = """(content) => {

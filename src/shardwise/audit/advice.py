@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.audit.reading import RankRecording
 from shardwise.cluster import Cluster
@@ -45,7 +46,7 @@ def advice(request: AdviceRequest, recordings: Sequence[RankRecording], layout: 
         return
     try:
         model = request.model or read_fields(config or {}, "the program's model")
-        best = plan(model, request.cluster, seq=request.seq, batch=request.batch, top=1, explain=False)
+        best = _best(model, request)
     except UserError as error:
         yield f"none: {error}"
         return
@@ -58,6 +59,10 @@ def advice(request: AdviceRequest, recordings: Sequence[RankRecording], layout: 
     named = next((writer for engine, writer in _WRITERS.items() if engine in engines), "fsdp2")
     for name in dict.fromkeys((named, "fsdp2") if named == "ddp" else (named,)):
         yield from _with_engine(name, model, request, layout, seconds)
+
+
+def _best(model: ModelConfig, request: AdviceRequest, **more: Any) -> Plan:
+    return plan(model, request.cluster, seq=request.seq, batch=request.batch, top=1, explain=False, **more)
 
 
 def _seconds(best: Plan, model: ModelConfig, request: AdviceRequest, layout: Layout | None) -> tuple[float | None, str]:
@@ -90,15 +95,7 @@ def _with_engine(
     writer = WRITERS[engine]
     try:
         inexpressible = refusals(writer, model)
-        best = plan(
-            model,
-            request.cluster,
-            seq=request.seq,
-            batch=request.batch,
-            top=1,
-            explain=False,
-            refuses=lambda margin, layout: inexpressible(layout),
-        )
+        best = _best(model, request, refuses=lambda margin, layout: inexpressible(layout))
         changed = _settings(engine, best.winner.layout, model, request)
     except UserError as error:
         yield f"with {writer.title}: none: {error}"

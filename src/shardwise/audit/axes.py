@@ -1,7 +1,7 @@
 """Axes of parallelism from the groups of a program's calls, and what each axis is used for."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,13 +29,7 @@ class Axis(Json):
     nbytes: Mapping[str, float]
     """Operation -> bytes that a rank gives, all calls."""
     guess: str
-    """Use that the operations suggest; "" without an idea."""
-
-    @property
-    def name(self) -> str:
-        """The ranks in words: "2 ranks, 4 apart"."""
-        apart = {0: ", uneven", 1: " next to each other"}.get(self.stride, f", {self.stride} apart")
-        return f"{self.size} ranks{apart}" if self.size else "group unknown"
+    """Use that the calls' passes show; "" where they are not known."""
 
 
 def uses(calls: Iterable[Call]) -> Iterator[tuple[str, str, int | None]]:
@@ -69,7 +63,7 @@ def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterator[tuple[str, str,
         yield SHARDS, f"{name} gathers parameters after the optimizer", 2 if scatters else 1
     elif scatters:
         yield SHARDS, f"{name} scatters gradients", 2
-    if ("all_reduce", "backward") in did and not gathers:
+    if {("all_reduce", "backward"), ("all_reduce", "")} & did and not gathers:  # DeepSpeed's stage 0: after backward
         yield DATA, f"{name} all-reduces gradients", None
 
 
@@ -87,17 +81,6 @@ def _by_pattern(did: set[tuple[str, str]]) -> Iterator[tuple[str, str, int | Non
         yield DATA, "gradients are all-reduced in the backward pass", None
     elif ("all_reduce", "") in did:
         yield DATA, "gradients are all-reduced after the backward pass", None
-
-
-_ROUGH = {
-    "shards gathered, gradients scattered: FSDP or ZeRO-3 (or sequence parallelism)": (
-        "all_gather_into", "all_gather", "reduce_scatter",
-    ),
-    "sums: data parallelism (or tensor parallelism)": ("all_reduce",),
-    "rows to other ranks: experts or embeddings (or Ulysses)": ("all_to_all",),
-    "messages: a pipeline (or a ring)": ("send", "recv"),
-}  # fmt: skip
-"""Use of an axis, where passes are not known -> operations that move most of its bytes."""
 
 
 def axes(calls: Iterable[Call]) -> list[Axis]:
@@ -118,16 +101,8 @@ def axes(calls: Iterable[Call]) -> list[Axis]:
         result.append(
             Axis(
                 size, stride, len({call.group for call in made}), {op: n / ranks for op, n in counts.items()},
-                {op: n / ranks for op, n in total.items()}, _guess(made),
+                {op: n / ranks for op, n in total.items()},
+                next((why for _, why, _ in uses(made)), "") if any(call.phase for call in made) else "",
             )
         )  # fmt: skip
     return sorted(result, key=lambda axis: -sum(axis.nbytes.values()))
-
-
-def _guess(calls: Sequence[Call]) -> str:
-    known = next((why for _, why, _ in uses(calls)), "") if any(call.phase for call in calls) else ""
-    moved = {"": -1}
-    for use, ops in _ROUGH.items():
-        if any(call.op in ops for call in calls):
-            moved[use] = sum(max(call.inputs, call.outputs) for call in calls if call.op in ops)
-    return known or max(moved, key=lambda use: moved[use])

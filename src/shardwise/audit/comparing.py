@@ -88,7 +88,7 @@ def _what(call: Call, axis: str, by_engine: bool, large: bool) -> str:
 
 def recorded_rows(recording: RankRecording, understood: Understood) -> list[RecordedRow]:
     """The calls of a steady step of one rank by kind."""
-    axes = {group: axis for axis, groups in understood.groups.items() for group in groups if axis != PIPELINE}
+    axes = understood.axes_of
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     calls = steady_calls(recording)
     by_engine = any(call.engine in _ENGINES for call in calls)
@@ -137,10 +137,13 @@ _PLANNED = {"all_gather": "all_gather_into", "broadcast": "all_gather_into", "al
             "reduce": "reduce_scatter"}  # fmt: skip
 """Operation of an engine -> the one that a plan has in its place."""
 _ELSEWHERE = {
-    ("parameters", "forward"): ("optimizer", "gathered in the forward pass; this runtime does after the update"),
-    ("parameters", ""): ("optimizer", ""),
+    ("parameters", "forward"): {"optimizer": "gathered in the forward pass; this runtime does after the update"},
+    ("parameters", ""): {
+        "optimizer": "",
+        "forward": "gathered after the update; this runtime does in the forward pass",
+    },
 }
-"""(what, phase of an engine's call) -> (phase in a plan, why)."""
+"""(what, phase of an engine's call) -> phase in a plan -> why."""
 
 
 class _Judge:
@@ -201,7 +204,8 @@ class _Judge:
                 note, wrong = f"{row.elements / self.planned.elements / times:.2g} times all parameters", True
         elif excess > slack:
             # Activations may be redistributed by the program itself.
-            note, wrong = f"{row.elements / due:.2g} times what is due", row.what != "activations"
+            times_due = f"{row.elements / due:.2g} times what is due" if due else "nothing is due"
+            note, wrong = times_due, row.what != "activations"
         elif excess > 0:
             note = _joined(f"{excess / due:.1%} padding", note)
         calls = planned.calls * (times if row.phase else 1)
@@ -216,10 +220,13 @@ class _Judge:
             return rows["gradients", "backward", "reduce_scatter"], "a reduce_scatter would send half the bytes"
         if row.what == "gradients" and ("gradients", "backward", op) in rows:  # after the backward pass
             return rows["gradients", "backward", op], ""
-        if row.what == "parameters" and ("parameters", "forward", op) in rows:  # of a plan that keeps all to backward
-            return rows["parameters", "forward", op]._replace(elements=0), ""
-        phase, why = _ELSEWHERE.get((row.what, row.phase), ("", ""))
-        return rows.get((row.what, phase, op)), why
+        kept = rows.get(("parameters", "forward", op))  # of a plan that keeps all to backward
+        if row.what == "parameters" and row.phase == "backward" and kept:
+            return kept._replace(elements=0), ""
+        elsewhere = _ELSEWHERE.get((row.what, row.phase), {})
+        return next(
+            ((rows[row.what, at, op], why) for at, why in elsewhere.items() if (row.what, at, op) in rows), (None, "")
+        )
 
     def _typed(self, row: RecordedRow, planned: str) -> RecordedRow:
         """A row with a note where its type on the wire is another one than is expected, or stored."""

@@ -8,10 +8,11 @@ different branches to the same call.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
 
 from shardwise.audit.calls import MESSAGES, Call
@@ -29,7 +30,9 @@ _CONTEXT = 200
 """Calls before one that are compared with what came before others like it."""
 _CLEAR = 1.25
 """Times as many calls before one that came before others like it, for a rank to be taken as right."""
-_COMMUNICATION = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "preamble", "dist", "unhandled system")
+_COMMUNICATION = re.compile(
+    r"\b(?:connection|peer|\w*gloo|nccl\w*|timed out|timeout(?:error)?|preamble|dist\w*error|unhandled system)\b", re.I
+)
 """Words of errors that follow from what another rank did."""
 
 
@@ -94,10 +97,8 @@ class _Program:
 
     def lacks(self, rank: int, call: Call) -> bool:
         """Whether a rank made fewer calls of this line on this group than the rank of the call."""
-        key = call.where, call.comm, call.group
-        mine, theirs = (
-            sum((entry.where, entry.comm, entry.group) == key for entry in self.calls(r)) for r in (rank, call.rank)
-        )
+        made = (Counter((one.where, one.comm, one.group) for one in self.calls(r)) for r in (rank, call.rank))
+        mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
     def first(self, call: Call) -> bool:
@@ -146,7 +147,8 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
     waits = [_located(program, one) for one in results[:_REACH] if not one.hard]
     # A rank that skips a call may be seen from both sides: that it went on, and that it did not come.
     waits.sort(key=lambda one: (not one.sure, one.kind == "extra"))
-    return _finish(program, waits[0]) if waits else None
+    first = waits[0] if waits else _ended(program, communication=True)
+    return first and _finish(program, first)
 
 
 def _finish(program: _Program, difference: Difference) -> Difference:
@@ -168,11 +170,11 @@ def _doing(one: RankRecording) -> str:
     return f"rank {one.rank}: " + (f"behind {describe(one.calls[-1])}" if one.calls else "no call yet")
 
 
-def _ended(program: _Program) -> Difference | None:
-    """A rank that died or raised, the first one."""
+def _ended(program: _Program, communication: bool = False) -> Difference | None:
+    """A rank that died or raised, the first one. communication: errors that may follow from another rank's count."""
     ends: list[tuple[float, RankRecording]] = []
     for one in program.recordings.values():
-        if one.error is not None and not any(word in one.error[1].lower() for word in _COMMUNICATION):
+        if one.error is not None and (communication or not _COMMUNICATION.search(one.error[1])):
             ends.append((one.error[0], one))
         elif one.killed:
             ends.append((one.died or 0.0, one))
@@ -415,8 +417,22 @@ def _kind(sequences: dict[int, list[_Place]], index: int, rank: int, other: int)
     if later == _REACH and a[0].where == b[0].where and a[0].op == b[0].op:
         return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
     if later == sooner == _REACH:
-        return "operation"
+        before = [some[:index] for some in sequences.values()]
+        mine_first, theirs_first = _in_order(before, a[0].where, b[0].where), _in_order(before, b[0].where, a[0].where)
+        return "extra" if mine_first else "skipped" if theirs_first else "operation"
     return "skipped" if later <= sooner else "extra"
+
+
+def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:
+    """Whether the calls of one line came before those of another in every step that has both."""
+    orders = []
+    for places in sequences:
+        marks = [at for at, place in enumerate(places) if place.call is None]
+        lines = [[p.token.where for p in places[a:b]] for a, b in pairwise([0, *marks, len(places)])]
+        orders += [
+            then not in line[: len(line) - line[::-1].index(first)] for line in lines if {first, then} <= {*line}
+        ]
+    return bool(orders) and all(orders) and first != then
 
 
 def _elsewhere(

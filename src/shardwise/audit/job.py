@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.audit.differences import Difference, first_difference
-from shardwise.audit.reading import RankRecording, read_folder
+from shardwise.audit.reading import RECORDINGS, RankRecording, read_folder
 from shardwise.audit.recorder import VARIABLE
 from shardwise.errors import UserError
 
@@ -50,7 +50,7 @@ class _Watched:
 
     def wait(self, seconds: float) -> None:
         """Wait, and note ranks that end meanwhile in the order in which they do."""
-        for file in self.folder.glob("*.jsonl"):
+        for file in self.folder.glob(RECORDINGS):
             pid = int(file.stem.split("-")[1])
             if pid not in self.seen:
                 self.seen.add(pid)
@@ -69,7 +69,7 @@ class _Watched:
             os.close(key.fd)
 
     def progress(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.glob("*.jsonl"))
+        return sum(file.stat().st_size for file in self.folder.glob(RECORDINGS))
 
     def close(self) -> None:
         """End the ranks that live on: launchers start them in other sessions."""

@@ -81,8 +81,8 @@ def blueprint_of(one: RankRecording, layout: Layout) -> Blueprint:
     """Blocks by the first number in names, everything else around them, and cuts by the shapes on this rank."""
     assert one.model is not None
     name, _, _, rows = one.model
-    # Flat parameters of FSDP1 are shards themselves.
-    flat = layout.zero >= 2 and all(shape == local for _, shape, _, _, local in rows)
+    # Flat parameters of FSDP1 are shards themselves; DeepSpeed's stage 2 keeps whole ones.
+    flat = layout.zero >= 2 and one.zero is None and all(shape == local for _, shape, _, _, local in rows)
     shards = layout.shard_ranks if layout.zero >= 2 else 1
     parts: dict[str, list[Parameter]] = defaultdict(list)
     maps: dict[str, list[LinearOp]] = defaultdict(list)

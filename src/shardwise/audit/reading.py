@@ -12,6 +12,9 @@ from typing import Any
 from shardwise.audit.calls import Call
 from shardwise.errors import UserError
 
+RECORDINGS = "*-*.jsonl"
+"""Files of a recording's folder, one per process."""
+
 
 @dataclass(frozen=True)
 class StepMark:
@@ -125,7 +128,7 @@ def _read(file: Path) -> RankRecording | None:
 def read_folder(folder: Path, died: Mapping[int, float] | None = None) -> list[RankRecording]:
     """The newest recording of every rank, by rank. died: process id -> seconds of the clock when it was gone."""
     results: dict[int, RankRecording] = {}
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(folder.glob(RECORDINGS)):
         one = _read(file)
         if one is not None and (one.rank not in results or results[one.rank].begin < one.begin):
             results[one.rank] = replace(one, died=(died or {}).get(one.pid))

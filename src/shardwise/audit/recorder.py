@@ -134,6 +134,8 @@ class Recorder:
         self.kinds: dict[Any, tuple[str, str]] = {}
         self.pending: dict[int, tuple[Any, int]] = {}
         self.library: Any = None
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._beat, name="shardwise-audit", daemon=True)
         self.main = threading.main_thread().ident
         self.step, self.last, self.saved = 0, time.time(), 0
         self.optimizer: int | None = None
@@ -168,8 +170,17 @@ class Recorder:
             hook(kind, error, trace)
 
         sys.excepthook = failed
+        leave = sys.exit
+
+        def exit(status: Any = None, /) -> None:
+            """Of programs that catch their errors, as hydra and `torch.multiprocessing.spawn` do."""
+            if status:
+                self.failed(sys.exc_info()[1] or SystemExit(status))
+            leave(status)
+
+        sys.exit = exit  # type: ignore[assignment]
         atexit.register(self.left)
-        threading.Thread(target=self._beat, name="shardwise-audit", daemon=True).start()
+        self.thread.start()
 
     # -- Calls
 
@@ -194,8 +205,9 @@ class Recorder:
             except Exception as error:
                 self.write("lost", repr(error))
             result = op.redispatch(keys & below, *args, **kwargs)
+            work = result[-1] if isinstance(result, tuple) else result
             if order >= 0:
-                self._follow(order, result[-1] if isinstance(result, tuple) else result)
+                self.ended(order) if work is None else self._follow(order, work)
             return result
 
         return run
@@ -225,8 +237,6 @@ class Recorder:
 
     def _follow(self, order: int, work: Any) -> None:
         """Have the end of a call written: by its future where that says it, else by a look now and then."""
-        if work is None:
-            return self.ended(order)
         work = self.c10d.Work.unbox(work)
         try:
             if self.torch.cuda.is_initialized():
@@ -234,7 +244,6 @@ class Recorder:
             work.get_future().add_done_callback(lambda future: self._done(order, future))
         except RuntimeError:
             self.pending[id(work)] = work, order
-        return None
 
     def _done(self, order: int, future: Any) -> None:
         try:
@@ -401,9 +410,9 @@ class Recorder:
 
     def _beat(self) -> None:
         beat = 0.0
-        while True:
+        while not self.over.is_set():
             sampled = 0 < self.step < MEASURED_STEPS and not self.torch.cuda.is_initialized()
-            time.sleep(SAMPLE if sampled else BEAT)
+            self.over.wait(SAMPLE if sampled else BEAT)
             if sampled:
                 self._look()
                 if time.time() - beat < BEAT:
@@ -435,11 +444,13 @@ class Recorder:
             where = f"{text}:{trace.tb_lineno}" if kind == "user" else where
             trace = trace.tb_next
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        self.write("error", time.time(), text, where)
+        self.write("error", time.time(), text, where or self._position()[0])
 
     def left(self) -> None:
         if os.getpid() == self.pid:
             self.write("exit", time.time())
+            self.over.set()
+            self.thread.join(BEAT)  # a thread that wants to run while Python ends may take the process with it
 
 
 _LIBRARIES = tuple(

@@ -20,11 +20,7 @@ from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
-UNSEEN = (
-    "calls inside replayed CUDA graphs",
-    "NVSHMEM and symmetric memory",
-    "libraries that call NCCL themselves",
-)
+UNSEEN = ("calls inside replayed CUDA graphs", "NVSHMEM and symmetric memory", "libraries that call NCCL themselves")
 """What the recorder cannot see."""
 _STALE = (
     "the optimizer has {} parameters as they were before they were sharded, whole, and updates none of the model's: "
@@ -60,6 +56,8 @@ class Audit(Json):
     bytes: Bytes | None
     """The most of every class on any rank; None without an optimizer step. `total` is of the device's allocator, or
     of the process's."""
+    planned: Bytes | None
+    """State that the layout needs; None where the model is not known."""
     peak: int | None
     late: tuple[LateRank, ...]
     sent: int
@@ -124,7 +122,7 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None, model:
         command, job.code, job.seconds, understood.world, len(recordings),
         max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
-        tuple(traffic), held, peak,
+        tuple(traffic), held, planned.bytes if planned else None, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
         mistakes=tuple(mistakes), beyond=tuple(more), unseen=unseen,
     )  # fmt: skip
@@ -143,7 +141,7 @@ def _held(recordings: Sequence[RankRecording]) -> tuple[Bytes | None, int | None
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
     """What does not hold of an expected layout and of budgets in bytes ("memory", "bytes")."""
     results = []
-    if expect is not None and not audit.understood.fits(expect):
+    if expect is not None and audit.understood.layout != expect:
         results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
     elif expect is not None:
         results += [f"beyond the plan: {text}" for text in audit.beyond]

@@ -39,16 +39,21 @@ class Understood(Json):
     reasons: tuple[str, ...]
     """What every part of the layout was seen from."""
 
-    def fits(self, layout: Layout) -> bool:
-        return self.layout == layout
+    @property
+    def axes_of(self) -> dict[tuple[int, ...], str]:
+        """Group of collectives -> its axis."""
+        return {group: axis for axis, groups in self.groups.items() for group in groups if axis != PIPELINE}
+
+
+def steady_step(recording: RankRecording) -> int:
+    """Number of a step in the middle of a run, from 0."""
+    return max(0, min(2, len(recording.steps) - 1))
 
 
 def steady_calls(recording: RankRecording) -> list[Call]:
-    """Calls of one step in the middle of a run, between two optimizer steps; without steps, all calls."""
-    last = len(recording.steps) - 1
-    if last < 1:
-        return list(recording.calls)
-    return [call for call in recording.calls if call.step == min(2, last)]
+    """Calls of that step, between two optimizer steps; without two steps, all calls."""
+    step = steady_step(recording)
+    return [call for call in recording.calls if call.step == step or not step]
 
 
 def understand(recordings: Sequence[RankRecording]) -> Understood:

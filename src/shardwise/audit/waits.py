@@ -1,6 +1,6 @@
 """Calls as spans of a timeline on one clock, for `report.step_parts`: who came last, and how long others waited."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -72,16 +72,14 @@ def late_ranks(recordings: Sequence[RankRecording]) -> list[LateRank]:
     begins = [span.start for call in calls for span in call.values()]
     if not begins or (whole := (max(begins) - min(begins)) / 1e9) <= 0:
         return []
-    waited: Counter[int] = Counter()
-    rows = step_parts.late_ranks(calls)
-    for row in rows:
-        waited[row.rank] += row.waited  # type: ignore[assignment]
+    by_rank: dict[int, list[step_parts.LateArrivals]] = defaultdict(list)
+    for row in step_parts.late_ranks(calls):
+        by_rank[row.rank].append(row)
     results = []
-    for rank, seconds in waited.most_common():
-        mine = [row for row in rows if row.rank == rank]
-        most = max(mine, key=lambda row: row.waited)
-        results.append(LateRank(rank, seconds, seconds / whole, sum(row.calls for row in mine), most.where))
-    return results
+    for rank, rows in by_rank.items():
+        seconds, where = sum(row.waited for row in rows), max(rows, key=lambda row: row.waited).where
+        results.append(LateRank(rank, seconds, seconds / whole, sum(row.calls for row in rows), where))
+    return sorted(results, key=lambda one: -one.seconds)
 
 
 def clock_offsets(timelines: Mapping[int, Sequence[TimeSpan]], hosts: Mapping[int, str]) -> dict[str, int]:

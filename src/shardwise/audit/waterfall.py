@@ -50,10 +50,6 @@ class Waterfall(Json):
     """Nanoseconds."""
     parts: tuple[StepPart, ...]
 
-    def of(self, group: str) -> int:
-        """Nanoseconds of a class."""
-        return sum(part.time for part in self.parts if part.group == group)
-
 
 def waterfall(
     rank: int, step: str, window: tuple[int, int], spans: Mapping[str, Iterable[tuple[int, int]]],
@@ -76,7 +72,7 @@ def waterfall(
             parts.append(StepPart(group, group, length(covered), cause))
 
     for group, key in ((COMPUTING, "compute"), (COPIES, "copies")):
-        take(group, spans.get(key, ()), _CAUSES[group] if device or group != COMPUTING else _HOST_COMPUTING)
+        take(group, spans.get(key, ()), _CAUSES[group] if device or group != COMPUTING else "operations of the host")
     under_way = union((span.start - offset, span.stop - offset) for span in timeline)
     parts += _collectives(rank, timeline, calls, [(a + offset, b + offset) for a, b in overlap(left, under_way)])
     left = without(left, under_way)
@@ -84,9 +80,6 @@ def waterfall(
         take(group, spans.get(key, ()), _CAUSES[group])
     take(IDLE, left, _CAUSES[IDLE] if device else "the host runs no recorded operation: Python, or it sleeps")
     return Waterfall(rank, step, window[1] - window[0], tuple(parts))
-
-
-_HOST_COMPUTING = "operations of the host"
 
 
 def _collectives(rank: int, timeline: Sequence[TimeSpan], calls: Sequence[Call], left: Intervals) -> Iterator[StepPart]:

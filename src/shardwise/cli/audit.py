@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result
 from shardwise.cli.quantities import bytes_of, length_of
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import UserError
 from shardwise.records import dataclass
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class AuditOptions(CommandOptions):
                       positive=True)  # fmt: skip
     expect: str | None = arg("layout that the program must have, such as dp=2,tp=2,zero=3,precision=fp32", "LAYOUT")
     budget: str | None = arg("most of a rank: memory=8GB (all classes), bytes=1GB (sent per step)", "NAME=SIZE,...")
-    out: Path | None = arg("keep the recording in this folder", "FOLDER")
+    out: Path | None = arg("keep the recording in this folder, a run for shardwise studio --runs", "FOLDER")
     plan: Path | None = arg("compare files with this prediction (shardwise estimate --json > FILE)", "FILE")
     model: str | None = arg(
         "name or config.json of its model, for advice, and for what is due where none is seen", "MODEL"
@@ -56,12 +56,13 @@ class AuditOptions(CommandOptions):
 
 
 def run(args: AuditOptions) -> int:
+    from shardwise.audit.reading import RECORDINGS
     from shardwise.audit.result import audit_lines, audit_of, failures_of
     from shardwise.layout import Layout
 
     if bool(args.program) == bool(args.files):
         raise UserError("name files, or a program: shardwise audit -- torchrun --nproc-per-node 2 train.py")
-    if args.files and not (len(args.files) == 1 and any(args.files[0].glob("*.jsonl"))):
+    if args.files and not (len(args.files) == 1 and any(args.files[0].glob(RECORDINGS))):
         return _files(args)
     expect, most = Layout.parse(args.expect) if args.expect else None, _budget(args.budget)
     model = None
@@ -77,6 +78,10 @@ def run(args: AuditOptions) -> int:
         from shardwise.audit.advice import advice
 
         audit = replace(audit, advice=tuple(advice(request, job.recordings, audit.understood.layout)))
+    if args.out and args.program:
+        from shardwise.audit.kept import keep_run
+
+        keep_run(audit, job.recordings, args.out)
     print_result(args, audit.to_json, audit_lines(audit))
     return audit.exit_code
 
@@ -100,6 +105,7 @@ def _files(args: AuditOptions) -> int:
 def _recorded(args: AuditOptions) -> AuditedJob:
     """Run the program; lines that it prints go to standard error with --json."""
     from shardwise.audit.job import run_audited
+    from shardwise.report.run_directory import RunDirectory
     from shardwise.runtime.job.locks import temporary_folder
     from shardwise.runtime.job.output import say
     from shardwise.runtime.job.signals import handled
@@ -107,10 +113,8 @@ def _recorded(args: AuditOptions) -> AuditedJob:
     received: list[int] = []
     with temporary_folder() as temporary:
         folder = args.out or temporary
-        with os_errors(f"write {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.glob("*.jsonl")):
-            raise UserError(f"{folder} has a recording: give a new folder, or remove it")
+        if args.out:
+            RunDirectory.create(folder, {"config": {}, "ranks": None, "status": "running"}).close()
         with handled(_SIGNALS, lambda number, frame: received.append(number)):
             return run_audited(list(args.program), folder, args.hang, received, say, stdout=2 if args.json else None)
 

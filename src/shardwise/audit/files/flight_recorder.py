@@ -65,18 +65,9 @@ def _call(entry: Mapping[str, Any], rank: int, order: int, group: tuple[int, ...
     peer = int(peers[4]) if peers else None
     ended = entry.get("state") == "completed" or (name.startswith("gloo:") and entry.get("retired"))
     state: State = "completed" if ended else "started" if entry.get("state") == "started" else "scheduled"
+    begin = float(entry["time_created_ns"]) / 1e9 if entry.get("time_created_ns") else None
     return Call(
-        rank,
-        order,
-        op,
-        group,
-        dtype=dtype_of(dtypes[0])[0] if dtypes else "",
-        shape=tuple(map(int, shapes[0])) if shapes else (),
-        inputs=inputs,
-        outputs=outputs,
-        peer=group[peer] if peer is not None and peer < len(group) else peer,
-        where=user_line(frames),
-        phase="backward" if backward else "",
-        begin=float(entry["time_created_ns"]) / 1e9 if entry.get("time_created_ns") else None,
-        state=state,
-    )
+        rank, order, op, group, dtype_of(dtypes[0])[0] if dtypes else "", tuple(map(int, shapes[0])) if shapes else (),
+        inputs, outputs, group[peer] if peer is not None and peer < len(group) else peer, user_line(frames),
+        "backward" if backward else "", begin, state=state,
+    )  # fmt: skip

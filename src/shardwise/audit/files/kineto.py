@@ -1,4 +1,4 @@
-"""Kineto's Chrome traces, as `torch.profiler` exports them (torch 1.8 and later), and shardwise's own traces.
+"""Kineto's Chrome traces, as `torch.profiler` exports them (torch 1.8 and later).
 
 On a device a collective is its NCCL or RCCL kernel, named by its arguments or, before torch 2.3, by the `nccl:`
 annotation around its launch. On the host it is the backend's annotation (`gloo:all_reduce`), which names no group.
@@ -7,20 +7,13 @@ annotation around its launch. On the host it is the backend's annotation (`gloo:
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardwise.audit.calls import Call
-from shardwise.audit.files.recording import (
-    KERNEL,
-    Interval,
-    Recording,
-    dtype_of,
-    nbytes,
-    operation,
-    rank_in_name,
-    ranks_of,
-)
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, overlap, union, without
+from shardwise.audit.files import recording
+from shardwise.audit.files.recording import KERNEL, Interval, Recording, dtype_of, operation, ranks_of
+from shardwise.report.exposure import overlap, union, without
 
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copies", "memcpy": "copies", "gpu_memset": "copies", "memset": "copies"}
 _RUNTIME = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "mtia_runtime", "privateuse1_runtime"}
@@ -58,7 +51,7 @@ class _Event:
 def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     """One rank's trace. Raises what damaged events raise."""
     about = data.get("distributedInfo") or {}
-    rank = int(about["rank"]) if "rank" in about else rank_in_name(path)
+    rank = int(about["rank"]) if "rank" in about else recording.rank_in_name(path)
     base = int(data.get("baseTimeNanoseconds") or 0)
     complete = [item for item in data["traceEvents"] if isinstance(item, dict) and item.get("ph") == "X"]
     events = [_Event(item, base) for item in complete if item.get("cat") != "Trace"]
@@ -69,10 +62,9 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     if not device:  # gloo has several threads, which begin calls in another order than that of the program
         rows.sort(key=lambda row: int(row[0].args.get("Record function id", 0)))
     calls = tuple(
-        Call(rank, order, op, members, dtype, shape, sent, received, peer, begin=event.begin / 1e9, end=event.end / 1e9,
-             comm=name)
-        for order, (event, op, members, dtype, shape, sent, received, peer, name) in enumerate(rows)
-    )  # fmt: skip
+        replace(call, rank=rank, order=order, begin=event.begin / 1e9, end=event.end / 1e9)
+        for order, (event, call) in enumerate(rows)
+    )
     unknown = ["lines of the program"]
     strange = sorted({event.category for event in events} - _KNOWN - _HOST - _DEVICE.keys())
     unknown += [f"what {category} are" for category in strange if category.endswith("events")]
@@ -87,17 +79,17 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     )  # fmt: skip
 
 
-_Row = tuple[_Event, str, tuple[int, ...], str, tuple[int, ...], int, int, int | None, str]
-
-
-def _collectives(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]], device: bool) -> Iterable[_Row]:
+def _collectives(
+    events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]], device: bool
+) -> Iterable[tuple[_Event, Call]]:
+    """Events of collectives, and what they are, without rank and times."""
     launches = {event.args.get("correlation"): event for event in events if event.category in _RUNTIME}
     annotations: dict[Any, list[_Event]] = defaultdict(list)
     for event in events:
         if event.name.startswith(_BACKENDS) and not event.category.startswith("gpu"):
             annotations[event.thread].append(event)
             if not device and (op := operation(event.name)):
-                yield _by_annotation(event, event, op, groups)
+                yield event, _by_annotation(event, op, groups)
     for event in events:
         if event.category != "kernel" or not KERNEL.match(event.name):
             continue
@@ -108,13 +100,13 @@ def _collectives(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]]
             i = bisect_right(before, launch.begin, key=lambda event: event.begin)
             around = before[i - 1] if i and before[i - 1].end >= launch.begin else None
         if "Collective name" in event.args:
-            yield _by_arguments(event, groups)
+            yield event, _by_arguments(event, groups)
         else:
             op = operation(around.name if around else event.name)
-            yield _by_annotation(event, around, op or "collective", groups)
+            yield event, _by_annotation(around, op or "collective", groups)
 
 
-def _by_arguments(event: _Event, groups: Mapping[str, tuple[int, ...]]) -> _Row:
+def _by_arguments(event: _Event, groups: Mapping[str, tuple[int, ...]]) -> Call:
     about = event.args
     name = str(about.get("Process Group Name", ""))
     members = groups.get(name) or ranks_of(about.get("Process Group Ranks"))
@@ -122,10 +114,10 @@ def _by_arguments(event: _Event, groups: Mapping[str, tuple[int, ...]]) -> _Row:
     sent, received = (int(about.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
     op = operation(str(about["Collective name"])) or operation(event.name) or "collective"
     peer = about.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
-    return event, op, members, dtype, (sent,), sent * size, received * size, peer, name
+    return Call(0, 0, op, members, dtype, (sent,), sent * size, received * size, peer, comm=name)
 
 
-def _by_annotation(event: _Event, around: _Event | None, op: str, groups: Mapping[str, tuple[int, ...]]) -> _Row:
+def _by_annotation(around: _Event | None, op: str, groups: Mapping[str, tuple[int, ...]]) -> Call:
     """By "Input Dims" and "Input type", which only traces with record_shapes have; the group where there is one."""
     about = around.args if around else {}
     shapes, types = about.get("Input Dims") or [], about.get("Input type") or []
@@ -133,7 +125,7 @@ def _by_annotation(event: _Event, around: _Event | None, op: str, groups: Mappin
     shape = tuple(map(int, shapes[0])) if shapes else ()
     members = set(groups.values())
     group = members.pop() if len(members) == 1 else ()
-    return event, op, group, dtype, shape, nbytes(shapes[:1], types[:1]), 0, None, ""
+    return Call(0, 0, op, group, dtype, shape, recording.nbytes(shapes[:1], types[:1]))
 
 
 def _device_spans(events: Iterable[_Event]) -> dict[str, Sequence[Interval]]:
@@ -164,43 +156,3 @@ def _host_spans(events: Iterable[_Event]) -> Mapping[str, Sequence[Interval]]:
 
 def _loads(event: _Event) -> bool:
     return "DataLoader" in event.name and event.category in _MARKS
-
-
-# -- Traces of shardwise
-
-
-def is_own(data: Mapping[str, Any]) -> bool:
-    """Whether a trace is `report.trace`'s."""
-    about = data.get("otherData")
-    return isinstance(about, dict) and {"source", "layout", "cluster"} <= about.keys()
-
-
-def read_own(data: Mapping[str, Any], path: str) -> list[Recording]:
-    """The ranks of `report.trace.write_trace`, one step from its begin."""
-    ranks: dict[int, list[_Event]] = defaultdict(list)
-    for item in data["traceEvents"]:
-        if item.get("ph") == "X":
-            ranks[int(item["pid"])].append(_Event(item, 0))
-    if not ranks:
-        raise ValueError("no events")
-    return [_own_rank(path, rank, events) for rank, events in sorted(ranks.items())]
-
-
-def _own_rank(path: str, rank: int, events: Sequence[_Event]) -> Recording:
-    by_stream: dict[str, list[_Event]] = defaultdict(list)
-    for event in events:
-        by_stream[event.category].append(event)
-    calls = tuple(
-        Call(
-            rank, order, str(event.args.get("op", event.name)), (), inputs=int(event.args.get("bytes") or 0),
-            begin=event.begin / 1e9, end=event.end / 1e9, comm=str(event.args.get("axes", "")),
-        )
-        for order, event in enumerate(by_stream[COMMUNICATION])
-    )  # fmt: skip
-    spans = {"compute": union(event.span for event in by_stream[COMPUTE])}
-    waits = tuple(union(event.span for event in by_stream[WAITING]))
-    step = ("step", (0, max(event.end for event in events)))
-    return Recording(
-        rank, calls, path=path, kind="shardwise", spans=spans, windows=(step,), waits=waits,
-        unknown=("lines of the program", "ranks of each axis"),
-    )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.audit.files.chakra import read_execution_trace, read_graph
 from shardwise.audit.files.flight_recorder import WORLD, is_dump, read_dump
-from shardwise.audit.files.kineto import is_own, read_own, read_trace
+from shardwise.audit.files.kineto import read_trace
 from shardwise.audit.files.recording import UNRANKED, Recording
 from shardwise.checkpoint.foreign.pickles import load_plain
 from shardwise.errors import UserError, os_errors
@@ -114,7 +114,10 @@ def _from_json(data: Any, where: str) -> list[Recording]:
     if isinstance(data, list) and any(isinstance(item, dict) and "ph" in item for item in data):
         data = {"traceEvents": data}  # the format's short form
     if isinstance(data, dict) and isinstance(data.get("traceEvents"), list):
-        return read_own(data, where) if is_own(data) else [read_trace(data, where)]
+        about = data.get("otherData")
+        if isinstance(about, dict) and "layout" in about:
+            raise UserError(f"{where} is a trace of shardwise: its run is for shardwise compare and shardwise studio")
+        return [read_trace(data, where)]
     if isinstance(data, dict) and "schema" in data and isinstance(data.get("nodes"), list):
         return [read_execution_trace(data, where)]
     if isinstance(data, dict) and "workload_graph" in data:

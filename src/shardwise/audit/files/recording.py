@@ -19,7 +19,7 @@ class Recording(RankRecording):
 
     path: str = ""
     kind: str = ""
-    """Of file: "Flight Recorder", "Kineto", "execution trace", "Chakra", "shardwise"."""
+    """Of file: "Flight Recorder", "Kineto", "execution trace", "Chakra"."""
     groups: int = 0
     """Groups that the file lists."""
     spans: Mapping[str, Sequence[Interval]] | None = None
@@ -28,8 +28,6 @@ class Recording(RankRecording):
     """(name, window) of the steps that the file marks."""
     device: bool = False
     """Whether spans are a device's."""
-    waits: tuple[Interval, ...] = ()
-    """Measured by the recorder itself: the rank stood still for a collective."""
     unknown: tuple[str, ...] = ()
     """Questions that the file cannot answer."""
 

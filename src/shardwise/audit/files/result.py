@@ -14,7 +14,7 @@ from shardwise.audit.waterfall import Bar, Waterfall, bars, waterfall
 from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.report.step_parts import Call as MatchedCall
-from shardwise.report.step_parts import LastArrival, LateArrivals, late_ranks, waits
+from shardwise.report.step_parts import LateArrivals, late_ranks, waits
 from shardwise.report.step_report import StepReport
 from shardwise.report.table import Column, FittedTable, headed
 from shardwise.report.terminal import Renderable
@@ -45,8 +45,6 @@ class FilesAudit(Json):
     """Ranks of the job without a file."""
     desync: Desync | None
     axes: tuple[Axis, ...]
-    arrivals: tuple[LastArrival, ...]
-    """The collectives to which a rank came latest, the worst first."""
     late: tuple[LateArrivals, ...]
     waiting: Mapping[int, float]
     """Rank -> seconds that it waited for others in all collectives."""
@@ -129,11 +127,14 @@ def _axes_table(rows: Sequence[Axis]) -> FittedTable:
     table = FittedTable([
         Column("axis", left=True, wraps=True, least=14), Column("groups", drop=1),
         Column("calls per rank", left=True, wraps=True, least=18), Column("bytes", "bytes"),
-        Column("suggests", left=True, wraps=True, least=18),
+        *([Column("suggests", left=True, wraps=True, least=18)] if any(axis.guess for axis in rows) else []),
     ])  # fmt: skip
     for axis in rows:
         calls = ", ".join(f"{count:.3g} {op}" for op, count in axis.calls.items())
-        table.add_row(axis.name, axis.groups, calls, sum(axis.nbytes.values()), axis.guess)
+        apart = {0: ", uneven", 1: " next to each other"}.get(axis.stride, f", {axis.stride} apart")
+        name = f"{axis.size} ranks{apart}" if axis.size else "group unknown"
+        cells = name, axis.groups, calls, sum(axis.nbytes.values()), axis.guess
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
@@ -165,7 +166,7 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
         kinds.setdefault(one.kind, {})[one.rank] = one
     dumped = kinds.get("Flight Recorder", {})
     desync = find_desync(list(dumped.values()))
-    timed = next((kinds[kind] for kind in ("Kineto", "shardwise", "Flight Recorder") if kind in kinds), {})
+    timed = next((kinds[kind] for kind in ("Kineto", "Flight Recorder") if kind in kinds), {})
     if timed is kinds.get("Kineto"):
         timed = {rank: _with_dump(one, dumped[rank]) if rank in dumped else one for rank, one in timed.items()}
     timed, notes = _grouped(timed)
@@ -184,22 +185,12 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     ranks, worlds = {one.rank for one in recordings}, [one.world for one in recordings if one.world]
     members = {rank for one in recordings for call in one.calls for rank in call.group}
     waited = [waits(call) for call in came]
-    last = [LastArrival.of(call, sum(times.values())) for call, times in zip(came, waited, strict=True)]
     waiting = {rank: sum(one.get(rank, 0) for one in waited) / 1e9 for rank in timed}
-    waiting |= {rank: sum(b - a for a, b in one.waits) / 1e9 for rank, one in timed.items() if one.waits}
+    missing = tuple(sorted((set(range(max(worlds, default=0))) | members) - ranks))
     return FilesAudit(
-        files,
-        tuple(refused),
-        tuple(sorted((set(range(max(worlds, default=0))) | members) - ranks)),
-        desync,
-        tuple(axes(counted)),
-        tuple(sorted(last, key=lambda one: -one.late)[:SHOWN]),
-        tuple(late_ranks(came)),
-        waiting,
-        walls,
-        bars(walls, parts),
-        tuple(notes),
-    )
+        files, tuple(refused), missing, desync, tuple(axes(counted)), tuple(late_ranks(came)), waiting, walls,
+        bars(walls, parts), tuple(notes),
+    )  # fmt: skip
 
 
 def _with_dump(trace: Recording, dump: Recording) -> Recording:

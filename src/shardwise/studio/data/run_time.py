@@ -100,7 +100,7 @@ _CARRIED = {
 
 
 def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
-    """Figures "ranks" and "arrivals" of a recorded step."""
+    """Figures "ranks" and "arrivals" of a recorded step; "arrivals" alone of an audit, which sees no computing."""
     ranks = judged.parts.ranks
     rows = []
     for one in ranks:
@@ -122,7 +122,8 @@ def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
     arrivals = [
         (call.name, call.phase, format_ranks(call.ranks), call.last, call.late / 1e9, call.lost / 1e9) for call in calls
     ]
-    tables = {"ranks": Table.of_rows("Time of one step by rank", _RANKS, rows)}
+    computed = any(span.stream == COMPUTE for spans in recording.values() for span in spans)
+    tables = {"ranks": Table.of_rows("Time of one step by rank", _RANKS, rows)} if computed else {}
     if arrivals:
         tables["arrivals"] = Table.of_rows("Collectives and who came last, the costliest first", _ARRIVALS, arrivals)
     lost = [
@@ -130,7 +131,7 @@ def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
         for call in calls[:SHOWN]
         if call.lost
     ]
-    drawn = {"ranks": bars, "arrivals": lost}
+    drawn = {"ranks": bars, "arrivals": lost} if computed else {"arrivals": lost}
     return TimeFigures(tables, {name: [bar._asdict() for bar in bars] for name, bars in drawn.items()})
 
 

@@ -140,13 +140,13 @@ def data(params: Mapping[str, str], runs: Path) -> View:
         if against != PLAN:
             other = verdict_of(run_of(runs, names, against))
             base = Base.recorded(against, other.parts) if other else None
-        of_step = step_figures(judged, shown.on_one_clock)
-        tables |= of_step.tables | {"waterfall": waterfall(base, judged.parts)}
-        bars, more["verdict"] = dict(of_step.bars), judged.brief()
-        how |= {table: How(HOW_TIMED[table], _compare(here)) for table in ("waterfall", *of_step.tables)}
+        timed, of_step = step_figures(judged, shown.on_one_clock)
+        if "ranks" in timed:
+            timed["waterfall"], more["verdict"] = waterfall(base, judged.parts), judged.brief()
+        bars, tables = dict(of_step), tables | timed
+        how |= {table: How(HOW_TIMED[table], _compare(here)) for table in timed}
     if here.memory.is_file():
-        traces = read_memory(here.memory)
-        tables |= memory_step(traces)
+        tables |= memory_step(traces := read_memory(here.memory))
         bars["peak"], more["peaks"] = peak_bars(traces), [peak_words(one) for one in traces]
         how |= dict.fromkeys(("peak", "over"), How(HOW_PEAK, _compare(here)))
     if reports:

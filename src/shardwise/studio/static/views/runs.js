@@ -4,7 +4,7 @@ import { panel, select } from "studio/lib/controls";
 import { inside, load, send } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
-import { bytes, count, plain, share } from "studio/lib/format";
+import { bytes, count, plain, seconds, share } from "studio/lib/format";
 import { bars, barsHeight } from "studio/lib/bars";
 import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
@@ -28,7 +28,7 @@ export function mount(root, page) {
   const bar = h("p", { class: "opened", hidden: true }, h("button", { type: "button", onclick: back }, "Back to the runs"), name);
   const keys = h("ul", { class: "legend" });
   const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts, links], extras: [keys], height: 290,
-    draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
+    draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: lossless(data) ? "seconds" : "loss", tight: true }) });
   const validation = figure(page, { name: "validation", title: "Validation" });
   const experts = expertFigures(page), timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
@@ -52,6 +52,7 @@ export function mount(root, page) {
       if (answer.tables[name]) each.show(answer);
     }
     steps.node.hidden = false;
+    steps.node.querySelector("h2").textContent = lossless(answer) ? "Seconds per step" : "Loss";
     experts.show(answer);
     timeline.set(answer.more.timeline, TIMELINE, answer.more.timeline_of ?? "");
     showReports(answer);
@@ -79,7 +80,7 @@ export function mount(root, page) {
     verdict.textContent = judged ? `Step ${judged.step}: ${judged.line}` : "";
     facts.replaceChildren(...(data.state.run ? runFacts(data) : []));
     links.replaceChildren(opensIn("this run", data.more.opens ?? []) ?? "");
-    if (data.state.run) steps.describe(`Line: loss over ${data.tables.steps.columns.step.length} steps.`);
+    if (data.state.run) steps.describe(`Line: ${lossless(data) ? "seconds" : "loss"} over ${data.tables.steps.columns.step.length} steps.`);
   }
 
   function showReports({ tables, more }) {
@@ -171,8 +172,9 @@ function runFacts({ more, tables }) {
   const compared = more.has?.length === 2 ? agreement(more) : [];
   return [fact("Model", more.model, more.layout || "one device"),
     fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
-    fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
-    fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps"),
+    ...(lossless({ tables }) ? [fact("Speed", seconds(median(columns.seconds)), "per step, the median")] :
+      [fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
+        fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps")]),
     ...(seq ? [fact("Workload", `${count(batch)} sequences`, `of ${count(seq)} tokens a step`)] : []),
     ...(Number.isFinite(loss) ? [fact("Validation loss", plain(loss), `${loss < entropy ? "✓ below" : "✗ not below"} the unigram entropy, ${plain(entropy)}`)] : []), ...compared];
 }
@@ -193,7 +195,14 @@ function dropArea(open) {
     h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace anywhere on the page: it stays on this machine."));
 }
 
+/** Of an audit, which knows when steps ended and no loss. */
+function lossless({ tables }) {
+  const { columns } = tables.steps;
+  return columns.step.length > 0 && [columns.loss, columns.tokens_per_s].every((values) => values.every((value) => value === null));
+}
+
 function curves(data) {
+  if (lossless(data)) return [{ name: "seconds per step", n: 0, strong: true, points: points(data.tables.steps.columns.step, data.tables.steps.columns.seconds) }];
   const { steps, validation } = data.tables, found = [{ name: "training loss", n: 0, strong: true, points: points(steps.columns.step, steps.columns.loss) }];
   if (validation?.columns.step.length) {
     found.push({ name: "validation loss", n: 1, strong: true, points: points(validation.columns.step, validation.columns.validation_loss) });
