@@ -68,8 +68,8 @@ def split(
     layout: a `Layout` or its text, such as "dp=2,zero=3" (docs/your_own_model.md has its keys); micro is the number of
     rows of a micro-batch, which only predictions need to know.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
-    example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
-    Under a pipeline `parts` has the order. Under cp it is needed to see that tokens meet in causal attention alone.
+    example: inputs of one forward pass, to find the order in which blocks run, which under a pipeline `parts` has, and
+    under cp to see that tokens meet in attention alone; else None where the order is that of registration.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
     parts: under a pipeline, all modules with parameters in the order in which a micro-batch passes through them, or
     patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
