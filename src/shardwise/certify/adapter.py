@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -69,6 +70,15 @@ def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float 
 
 def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def joined(tensor: Tensor, shape: Sequence[int], group: Any) -> Tensor:
+    """Whole tensor of this shape, from the parts that a group's ranks have of the dimension that is shorter."""
+    short = [dim for dim, size in enumerate(tensor.shape) if size != shape[dim]]
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group) if short else 0)]
+    if parts:
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+    return torch.cat(parts, short[0]) if parts else tensor.detach().clone()
 
 
 def gradients(run: EngineRun) -> dict[str, Tensor]:
