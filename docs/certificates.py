@@ -92,7 +92,10 @@ def reports() -> None:
         where = str(file) if file.exists() else engine
         found = certify(where, layouts=[layout], models=models, say=lambda line: print(line, flush=True))
         versions = ", ".join(f"{name} {number}" for name, number in found.versions.items() if name != "python")
-        words = "; ".join(dict.fromkeys(item.cell.text for item in found.findings))
+        first: dict[str, str] = {}
+        for item in found.findings:
+            first.setdefault(item.cell.note, item.cell.text)
+        words = "; ".join(first.values())
         if not words:
             proven = [cell.error or 0.0 for row in found.rows for cell in row.cells.values() if cell.state == "proven"]
             words = f"right: {found.counts['proven']} cells, largest error {max(proven):.1e}"

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from shardwise.certify.adapter import backward as mean
 from shardwise.certify.adapter import clip_mixed
-from shardwise.certify.tiny import TinyBlock, build
+from shardwise.certify.tiny import Tiny, TinyBlock
 
 name = "NeMo Automodel's GroupedExperts"
 needs = ("nemo-automodel", "torch")
@@ -57,7 +57,7 @@ class ExpertBlock(TinyBlock):
 
 
 def with_experts(variant):
-    model = build(variant)
+    model = Tiny(variant)
     for block in model.blocks:
         block.__class__, block.router, block.experts = ExpertBlock, nn.Linear(16, 4), Experts(CONFIG)
         for p in block.experts.parameters():

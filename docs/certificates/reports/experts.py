@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.certify.engines import megatron
 from shardwise.certify.engines.megatron import *  # noqa: F403
 from shardwise.certify.engines.megatron import CONFIG, PARTS, GPTModel
-from shardwise.certify.tiny import TinyBlock, build
+from shardwise.certify.tiny import Tiny, TinyBlock
 
 space = {"dp": (1, 2, 4), "tp": (1, 2, 4), "sp": (0, 1), "ep": (1, 2, 4), "etp": (1, 2)}
 variants = ("plain", "uneven", "idle")
@@ -66,7 +66,7 @@ class ExpertBlock(TinyBlock):
 
 
 def with_biases(variant):
-    model = build(variant)
+    model = Tiny(variant)
     for block in model.blocks:
         block.__class__, block.router = ExpertBlock, nn.Linear(16, EXPERTS)
         block.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))

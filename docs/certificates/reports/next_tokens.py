@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.certify.engines import megatron
 from shardwise.certify.engines.megatron import *  # noqa: F403
 from shardwise.certify.engines.megatron import CONFIG, PARTS, GPTModel, OnCPU, finalize_model_grads
-from shardwise.certify.tiny import SEQ, Tiny, TinyBlock, build
+from shardwise.certify.tiny import SEQ, Tiny, TinyBlock
 
 variants = ("plain", "uneven")
 CONFIG |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
@@ -48,7 +48,7 @@ class TwoTokens(Tiny):
 
 
 def two_tokens(variant):
-    model = build(variant)
+    model = Tiny(variant)
     model.__class__ = TwoTokens
     model.enorm, model.hnorm, model.last = (nn.LayerNorm(16) for _ in range(3))
     model.eh_proj, model.following = nn.Linear(32, 16, bias=False), TinyBlock(16)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from shardwise.certify.engines import ENGINES, check_engine
-from shardwise.certify.tiny import build
+from shardwise.certify.tiny import Tiny
 from shardwise.errors import UserError, did_you_mean
 
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
@@ -136,7 +136,7 @@ class Adapter:
     """(plain model, layout) -> what computes. What it raises counts as refused by the engine."""
     needs: Sequence[str] = ("torch",)
     """Distributions whose versions the result has."""
-    models: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=lambda: {"tiny": build})
+    models: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=lambda: {"tiny": Tiny})
     """Name -> function of a variant that builds the plain model, with the same weights for the same seed."""
     variants: Sequence[str] = ("plain", "uneven", "tied", "frozen", "padded")
     """Those of `result.VARIANTS` that its models and its engine have."""

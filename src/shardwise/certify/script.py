@@ -31,7 +31,7 @@ plain = MODEL
 model, rank = copy.deepcopy(plain), dist.get_rank()
 for tensor in (*model.parameters(), *model.buffers()):
     tensor.data += rank
-run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
+run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA, logits=logits)
 run.model = run.engine
 adam, run.optimizer = torch.optim.AdamW(plain.parameters(), **ADAM), optimizer(run, **ADAM)
 for number in range(NUMBER):
@@ -75,8 +75,9 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
     if steps > 1 and name != "steps":
         body += [f"if number < {steps - 1}:", *(f"    {line}" for line in [*(_CLIPPED if not body else []), *_STEPPED])]
     module = sys.modules[adapter.parallelize.__module__]
-    built = f"models[{model!r}]" if hasattr(module, "models") else "build"
+    built = f"models[{model!r}]" if hasattr(module, "models") else "Tiny"
     ranks = adapter.ranks(layout)
+    places = [adapter.data_place(layout, rank) for rank in range(ranks)]
     frozen = cell.parameter in {n for n, p in adapter.models[model](variant).named_parameters() if not p.requires_grad}
     grad = "torch.zeros(())" if frozen else "plain.get_parameter(NAME).grad"
     both = _BOTH[name]
@@ -84,10 +85,10 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         both = f"{_WHOLE}, RIGHT" if name in ("gradients", "clipped") else both
     words = {
         "COMPARED": "\n    ".join(body), "BOTH": both, "RIGHT": grad, "MODEL": f"{built}({variant!r}).double()",
-        "DATA": repr([adapter.data_place(layout, rank) for rank in range(ranks)]), "LAYOUT": repr(layout),
-        "SEED": str(SEED),
-        "ADAM": repr(OPTIMIZER), "NUMBER": str(steps), "VARIANT": repr(variant), "BINDING": str(BINDING),
-        "NAME": repr(cell.parameter), "WHAT": f"{name} {cell.parameter}".strip(), "LIMIT": repr(cell.bound),
+        "DATA": repr(places[0]) if len(set(places)) == 1 else f"{places}[rank]", "SEED": str(SEED),
+        "LAYOUT": repr(layout), "ADAM": repr(OPTIMIZER), "NUMBER": str(steps), "VARIANT": repr(variant),
+        "BINDING": str(BINDING), "NAME": repr(cell.parameter), "LIMIT": repr(cell.bound),
+        "WHAT": f"{name} {cell.parameter}".strip(),
     }  # fmt: skip
     text = _SAMPLE
     for word, value in words.items():
@@ -108,7 +109,14 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         *(() if apart else ("for tensor", "tensor.data +=")),
     )  # fmt: skip
     text = text.replace("Run(", "types.SimpleNamespace(")
-    text = "\n".join(line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out))
+    lines = [line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out)]
+    if steps == 1:  # no loop
+        loop = lines.index("for number in range(1):")
+        lines[loop:] = [line.removeprefix("    ").replace("number", "0") for line in lines[loop + 1 :]]
+    text = "\n".join(lines)
+    if len(set(places)) == 1:  # all ranks have all rows
+        for word in (", mine", ", slice(*(24 * (run.data[0] + i) // run.data[1] for i in (0, 1)))", "[mine]"):
+            text = text.replace(word, "")
     copied = _Copied(layout, variant, adapter, module)
     main = copied.folded(ast.parse(text))
     copied.add_names(main, [module, _module("adapter"), _module("tiny")])
