@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "megatron": (("dp=2", "tp=2", "tp=2,sp=1", "tp=4", "dp=2,tp=2"), ()),
+    "torchtitan": (("dp_shard=2", "dp_replicate=2", "tp=2", "tp=2,sp=0", "dp_shard=2,tp=2"), ()),
     "transformers": (
         ("tp=2", "fsdp=2", "tp=2,ep=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "fsdp=2,tp=2,ep=4", "dp_replicate=2,fsdp=2"),
         ("tiny-llama", "tiny-mixtral", "tiny-qwen3-moe"),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from shardwise.certify.engines import ENGINES, check_engine
@@ -33,6 +33,7 @@ from shardwise.errors import UserError, did_you_mean
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 """AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
 MOST_RANKS = 8
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # ranks may have other parameters
 
 
 @dataclass
@@ -110,15 +111,15 @@ def step(run: EngineRun) -> None:
 
 
 def save(run: EngineRun, folder: str) -> None:
-    model, state = get_state_dict(run.model, run.optimizer)
+    model, state = get_state_dict(run.model, run.optimizer, options=BY_NAME)
     checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=folder)
 
 
 def load(run: EngineRun, folder: str) -> None:
     """Set model and optimizer, in place, from what `save` wrote under any layout."""
-    model, state = get_state_dict(run.model, run.optimizer)
+    model, state = get_state_dict(run.model, run.optimizer, options=BY_NAME)
     checkpoint.load({"model": model, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=state)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=state, options=BY_NAME)
 
 
 @dataclass(frozen=True)

@@ -150,11 +150,8 @@ class Reference:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, p in module.named_parameters():
             decayed[self.adapter.decays(name, p)].append(p)
-        groups = [
-            {"params": group, "weight_decay": OPTIMIZER["weight_decay"] if decays else 0.0}
-            for decays, group in decayed.items()
-            if group
-        ]
+        rates = {True: OPTIMIZER["weight_decay"], False: 0.0}
+        groups = [{"params": group, "weight_decay": rates[key]} for key, group in decayed.items() if group]
         return torch.optim.AdamW(groups, foreach=False, **OPTIMIZER)  # type: ignore[arg-type]
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.codec import Json
@@ -99,7 +99,6 @@ class Certificate(Json):
     rows: tuple[LayoutRow, ...]
     findings: tuple[WrongCell, ...] = ()
     seconds: float = 0.0
-    unused: tuple[str, ...] = field(default=())
 
     @property
     def counts(self) -> dict[str, int]:

@@ -119,13 +119,9 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
             text = text.replace(word, "")
     copied = _Copied(layout, variant, adapter, module)
     main = copied.folded(ast.parse(text))
-    copied.add_names(main, [module, _module("adapter"), _module("tiny")])
+    copied.add_names(main, [module, defaults, tiny])
     how = f"torchrun --nproc-per-node {ranks} FILE.py"
     return copied.source(main, f"{adapter.name}, {finding.column} at {finding.layout}. {how}")
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(f"{_OWN}.{name}")
 
 
 class _Copied:
@@ -145,11 +141,7 @@ class _Copied:
     def add_names(self, node: ast.AST, modules: Sequence[ModuleType]) -> None:
         """Copy what a statement names, of the first module that defines it."""
         names = [item for item in ast.walk(node) if isinstance(item, ast.Name)]
-        local = (
-            {item.id for item in names if isinstance(item.ctx, ast.Store)}
-            if isinstance(node, ast.FunctionDef)
-            else {""}
-        )
+        local = {item.id for item in names if isinstance(item.ctx, ast.Store) and isinstance(node, ast.FunctionDef)}
         for name in dict.fromkeys(item.id for item in names if item.id not in local):
             at_top = name in self.overrides and len(modules) > 1
             places = [self.overrides[name]] if at_top else [(module, name) for module in modules]

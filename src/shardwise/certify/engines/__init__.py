@@ -5,7 +5,7 @@ from pathlib import Path
 from shardwise.errors import UserError, did_you_mean
 
 ENGINES = (
-    "ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "deepspeed", "megatron", "shardwise",
+    "ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "deepspeed", "megatron", "torchtitan", "shardwise",
 )  # fmt: skip
 
 

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as kinds
 
-from shardwise.certify.adapter import EngineRun
+from shardwise.certify.adapter import EngineRun, gradients
 
 name = "torch pipelining"
 axes, data = ("pp",), ()
@@ -25,7 +24,7 @@ variants = ("plain", "uneven", "frozen", "padded")
 
 
 def parallelize(model: Any, layout: dict[str, Any]) -> Any:
-    """(schedule, this rank's stages, its parameters): two stages where the schedule needs them, in a loop or as a V."""
+    """(schedule, this rank's stages): two where the schedule needs them, in a loop or as a V."""
     ranks, rank, kind = layout["pp"], dist.get_rank(), layout.get("schedule", "1F1B")
     places = [rank, 2 * ranks - 1 - rank if "V" in kind else rank + ranks]
     places, count = (places[:1], ranks) if layout.get("schedule", "1F1B") in ("1F1B", "GPipe") else (places, 2 * ranks)
@@ -39,25 +38,20 @@ def parallelize(model: Any, layout: dict[str, Any]) -> Any:
         *([stages] if len(stages) > 1 else stages), layout.get("micro", 4), scale_grads=False,
         loss_fn=lambda logits, labels, tokens: F.cross_entropy(logits.mT, labels, reduction="sum") / tokens,
     )  # fmt: skip
-    names = {p: name for name, p in model.named_parameters()}
-    return schedule, stages, {names[p]: p for stage in stages for p in stage.submod.parameters()}
+    mine = {module for stage in stages for module in stage.submod.modules()}
+    for path, module in [*model.named_modules()]:  # without other ranks' parameters
+        if not [*module.children()] and module not in mine:
+            model.set_submodule(path, nn.Identity())
+    return schedule, stages
 
 
 def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
     """One step of the schedule. Returns the loss on the last stage."""
-    schedule, stages, _ = run.engine
+    schedule, stages = run.engine
     losses: list[Tensor] = []
     inputs = [ids] if any(stage.is_first for stage in stages) else []
     schedule.step(*inputs, target=labels, losses=losses, loss_kwargs={"tokens": tokens})
     return float(sum(losses)) if losses else None
-
-
-def gradients(run: EngineRun) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in run.engine[2].items() if p.grad is not None}
-
-
-def parameters(run: EngineRun) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in run.engine[2].items()}
 
 
 def clip(run: EngineRun, most: float) -> float:
@@ -66,31 +60,5 @@ def clip(run: EngineRun, most: float) -> float:
     for gradient in gradients(run).values():
         square += gradient.square().sum()
     dist.all_reduce(square)
-    nn.utils.clip_grads_with_norm_(run.engine[2].values(), most, square.sqrt(), foreach=False)
+    nn.utils.clip_grads_with_norm_(run.model.parameters(), most, square.sqrt(), foreach=False)
     return float(square.sqrt())
-
-
-def optimizer(run: EngineRun, **settings: Any) -> Any:
-    return torch.optim.AdamW(run.engine[2].values(), foreach=False, **settings)
-
-
-def state(run: EngineRun) -> dict[str, Any]:
-    """Name -> parameters and moments, which are made where there are none."""
-    tensors: dict[str, Any] = {}
-    for name, p in run.engine[2].items():
-        if p.requires_grad:
-            kept = run.optimizer.state[p]
-            kept.setdefault("step", torch.tensor(0.0))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                kept.setdefault(moment, torch.zeros_like(p))
-            tensors |= {f"{name}/{key}": value for key, value in kept.items()}
-        tensors[name] = p.data
-    return tensors
-
-
-def save(run: EngineRun, folder: str) -> None:
-    checkpoint.save(state(run), checkpoint_id=folder)
-
-
-def load(run: EngineRun, folder: str) -> None:
-    checkpoint.load(state(run), checkpoint_id=folder)
