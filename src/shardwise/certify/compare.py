@@ -153,7 +153,7 @@ def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> En
 
 
 def _step(adapter: Adapter, reference: Reference, run: EngineRun, step: int, trace: StepTrace) -> None:
-    ids, labels = (item[reference.share(*run.data)] for item in reference.batches[step])
+    ids, labels = reference.rows(step, reference.share(*run.data))
     loss = adapter.backward(run, ids, labels, reference.tokens[step])
     trace.losses.append(loss)
     trace.gradients.append(adapter.gradients(run))

@@ -101,6 +101,8 @@ def _loss(evidence: Evidence) -> Iterator[str]:
     if right and evidence.adapter.global_loss:
         yield from _factor(evidence, mine / right)
     yield from _other_model(evidence)
+    if reference.variant == "dropout":
+        yield "other dropout masks"
     share = reference.share(*evidence.adapter.data_place(evidence.layout, 0))
     added = mine - reference.of_rows(step, share)[0] if evidence.parts[0] is not None else 0.0
     for axes in evidence.sets_of_axes():

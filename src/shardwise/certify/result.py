@@ -27,7 +27,7 @@ VARIANTS = {
     "frozen": "the embedding and the first block do not train",
     "padded": "a vocabulary of 61 tokens, which ranks do not divide",
     "idle": "experts without tokens",
-    "dropout": "dropout masks",
+    "dropout": "masks that a data rank draws for its rows, from the plain model's seed",
 }
 """Kind of model and data -> what it is; all properties are compared under all of them."""
 COLUMNS = (*PROPERTIES, *list(VARIANTS)[1:])

@@ -68,7 +68,7 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
     """Source of the script, for `torchrun --nproc-per-node N FILE.py`: prints the error, and exits with 1. Empty for
     what it cannot show: a resume, and rows that only float32 has."""
     name, cell, layout = finding.cell.note, finding.cell, adapter.parse(finding.layout)
-    if name not in _BOTH:
+    if name not in _BOTH or variant == "dropout":
         return ""
     steps = cell.step
     body = [*_CLIPPED, *_STEPPED] if name == "steps" else list(_CLIPPED) if name in ("norm", "clipped") else []

@@ -17,27 +17,27 @@ VOCAB, PADDED_VOCAB, IGNORED = 64, 61, -100
 class TinyBlock(nn.Module):
     """Causal attention and a feed-forward map, [batch, seq, width] to the same."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(drop)
         self.q, self.k, self.v, self.o, self.up, self.down = (nn.Linear(width, width) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         q, k, v = (part(y).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Tiny(nn.Module):
     """Decoder: token ids [batch, seq] to logits [batch, seq, vocab]. variant: "tied", "frozen" (table and first block),
-    "padded" or any other."""
+    "padded", "dropout" or any other."""
 
     def __init__(self, variant: str, width: int = 16, layers: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(PADDED_VOCAB if variant == "padded" else VOCAB, width)
         self.register_buffer("positions", torch.randn(SEQ, width))
-        self.blocks = nn.Sequential(*(TinyBlock(width) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TinyBlock(width, 0.2 * (variant == "dropout")) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(self.table.weight), bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.3 * (parameter.dim() == 1), 0.3)

@@ -16,9 +16,7 @@ from shardwise.certify.adapter import EngineRun, gradients
 
 name = "torch pipelining"
 axes, data = ("pp",), ()
-schedules = (
-    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-)  # fmt: skip
+schedules = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 space = {"pp": (1, 2, 4), "schedule": schedules, "micro": (4, 6)}
 variants = ("plain", "uneven", "frozen", "padded")
 

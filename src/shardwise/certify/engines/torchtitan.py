@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 debug model, parallelized by torchtitan's own functions."""
+"""torchtitan's Llama 3 debug model, parallelized by torchtitan's functions."""
 
 from __future__ import annotations
 
