@@ -54,7 +54,10 @@ _BOTH = {
     "steps": "parameters(run)[NAME], plain.get_parameter(NAME)",
 }
 """Property -> what an engine has, and what is right."""
-_WHOLE = "getattr(g := run.model.get_parameter(NAME).grad, 'full_tensor', lambda: g)()"
+_WHOLE = (
+    "RIGHT if (p := dict(run.model.named_parameters()).get(NAME)) is None else 0 * RIGHT if p.grad is None "
+    "else getattr(p.grad, 'full_tensor', lambda: p.grad)(), RIGHT"
+)
 _CLIPPED = [
     "square = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)",
     "most = most if number else BINDING * square**0.5",
@@ -76,13 +79,12 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         body += [f"if number < {steps - 1}:", *(f"    {line}" for line in [*(_CLIPPED if not body else []), *_STEPPED])]
     module = sys.modules[adapter.parallelize.__module__]
     built = f"models[{model!r}]" if hasattr(module, "models") else "Tiny"
-    ranks = adapter.ranks(layout)
-    places = [adapter.data_place(layout, rank) for rank in range(ranks)]
+    places = [adapter.data_place(layout, rank) for rank in range(adapter.ranks(layout))]
     frozen = cell.parameter in {n for n, p in adapter.models[model](variant).named_parameters() if not p.requires_grad}
     grad = "torch.zeros(())" if frozen else "plain.get_parameter(NAME).grad"
     both = _BOTH[name]
     if adapter.gradients is defaults.gradients:  # in one line
-        both = f"{_WHOLE}, RIGHT" if name in ("gradients", "clipped") else both
+        both = _WHOLE if name in ("gradients", "clipped") else both
     words = {
         "COMPARED": "\n    ".join(body), "BOTH": both, "RIGHT": grad, "MODEL": f"{built}({variant!r}).double()",
         "DATA": repr(places[0]) if len(set(places)) == 1 else f"{places}[rank]", "SEED": str(SEED),
@@ -120,7 +122,7 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
     copied = _Copied(layout, variant, adapter, module)
     main = copied.folded(ast.parse(text))
     copied.add_names(main, [module, defaults, tiny])
-    how = f"torchrun --nproc-per-node {ranks} FILE.py"
+    how = f"torchrun --nproc-per-node {len(places)} FILE.py"
     return copied.source(main, f"{adapter.name}, {finding.column} at {finding.layout}. {how}")
 
 
