@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +29,13 @@ name, needs = "torchtitan", ("torchtitan", "torch")
 axes, data = ("dp_replicate", "dp_shard", "tp"), ("dp_replicate", "dp_shard")
 space = {"dp_replicate": (1, 2), "dp_shard": (1, 2, 4), "tp": (1, 2, 4), "sp": (1, 0)}
 within = {"sp": "tp"}
-variants = ("plain", "uneven", "tied", "frozen")
+variants, rebuilds = ("plain", "uneven", "tied", "frozen"), True
 exact = False  # it gathers parameters, and computes rotations and the loss in float32
-rebuilds = True
 
 
 def config_of(variant: str) -> Any:
-    config = copy.deepcopy(model_registry("debugmodel").model)
+    """torchtitan's debug model with torch's attention, for sequences of the tiny data."""
+    config = model_registry("debugmodel").model
     config.enable_weight_tying = variant == "tied"
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -51,7 +50,8 @@ def set_rotations(model: Any, ids: Any) -> None:
 
 
 def build(variant: str) -> nn.Module:
-    utils.set_spmd_backend("partial_dtensor")  # there are no meshes
+    """The debug model on one device, without meshes."""
+    utils.set_spmd_backend("partial_dtensor")
     model: Any = config_of(variant).build()
     model.init_states(buffer_device=torch.device("cpu"))
     model.variant = variant
@@ -71,7 +71,6 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
         data_parallel_shard_degree=layout.get("dp_shard", 1), enable_sequence_parallel=bool(layout.get("sp", 1)),
         spmd_backend="partial_dtensor",  # the default, "spmd_types", asks for another FSDP than torch 2.13's
     )  # fmt: skip
-    utils.set_spmd_backend(parallelism.spmd_backend)
     dims, config = ParallelDims.from_config(parallelism, torch.distributed.get_world_size()), config_of(model.variant)
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"):
@@ -94,6 +93,7 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
 
 
 def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
+    """As torchtitan's trainer: it divides by all labels that count."""
     loss, _ = run.engine.loss(run.engine(ids), labels, torch.tensor(float(tokens)))
     loss.backward()
     return loss.item()
