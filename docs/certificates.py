@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "megatron": (("dp=2", "tp=2", "tp=2,sp=1", "tp=4", "dp=2,tp=2"), ()),
+    "torchtitan": (("dp_shard=2", "dp_replicate=2", "tp=2", "tp=2,sp=0", "dp_shard=2,tp=2"), ()),
     "transformers": (
         ("tp=2", "fsdp=2", "tp=2,ep=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "fsdp=2,tp=2,ep=4", "dp_replicate=2,fsdp=2"),
         ("tiny-llama", "tiny-mixtral", "tiny-qwen3-moe"),
@@ -44,10 +45,15 @@ REPORTS = (
     ("NVIDIA/Megatron-LM#7452, finding 2", "loss of gathered logits", "megatron", "tp=2,gather=1", ()),
     ("NVIDIA/Megatron-LM#7452, finding 3", "multi-token prediction, uneven labels", "next_tokens.py", "dp=2", ()),
     ("NVIDIA/Megatron-LM#7452, finding 8", "attention sinks in the norm", "attention_sinks.py", "tp=2", ()),
+    ("NVIDIA/Megatron-LM#5916, etp below tp", "gradients of experts", "experts.py", "tp=2,sp=1,ep=1,etp=1", ()),
+    ("NVIDIA/Megatron-LM#5916, ep and tp", "norm, without grouped GEMM", "experts.py", "tp=2,sp=1,ep=2,etp=1", ()),
+    ("found here", "biases of experts", "experts.py", "tp=2,sp=1,ep=2,etp=1", ("tiny with biased experts",)),
     ("huggingface/transformers#48687", "router's gradient with batched_mm", "transformers",
      "tp=2,ep=2,exchange=all_reduce,experts=batched_mm", ("tiny-mixtral",)),
     ("NVIDIA-NeMo/Automodel#3817", "norm of experts", "expert_norms.py", "ep=2", ()),
     ("the same without the fix", "norm of experts", "expert_norms.py", "ep=2,mesh=0", ()),
+    ("NVIDIA-NeMo/Automodel#2995", "router's gradient", "expert_router.py", "ep=2", ()),
+    ("the same without the fix", "router's gradient", "expert_router.py", "ep=2,weights=detached", ()),
 )  # fmt: skip
 """Report, what it is about, engine or a file of docs/certificates/reports/, layout, models."""
 CLEAN = {"ddp": 12, "fsdp2": 22, "tensor_parallel": 6, "pipelining": 18, "shardwise": 20}
@@ -87,7 +93,10 @@ def reports() -> None:
         where = str(file) if file.exists() else engine
         found = certify(where, layouts=[layout], models=models, say=lambda line: print(line, flush=True))
         versions = ", ".join(f"{name} {number}" for name, number in found.versions.items() if name != "python")
-        words = "; ".join(dict.fromkeys(item.cell.text for item in found.findings))
+        first: dict[str, str] = {}
+        for item in found.findings:
+            first.setdefault(item.cell.note, item.cell.text)
+        words = "; ".join(first.values())
         if not words:
             proven = [cell.error or 0.0 for row in found.rows for cell in row.cells.values() if cell.state == "proven"]
             words = f"right: {found.counts['proven']} cells, largest error {max(proven):.1e}"

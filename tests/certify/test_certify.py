@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,12 +119,20 @@ def test_a_wrong_adapter_is_found_at_its_smallest_layout_with_a_script(tmp_path:
     assert_script(script, fails=False)
 
 
-def assert_script(script: Path, *, fails: bool) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+def assert_script(script: Path, *, fails: bool, words: str = "gradients table.weight differs by") -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert "rank 0: gradients table.weight differs by" in done.stdout and bool(done.returncode) is fails, done.stderr
+    assert f"rank 0: {words}" in done.stdout and bool(done.returncode) is fails, done.stderr
+
+
+def test_published_scripts_are_short_and_show_a_dropped_gradient(tmp_path: Path) -> None:
+    pages = sorted((Path(__file__).parents[2] / "docs/certificates").glob("*.md"))
+    scripts = {page.stem: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in pages}
+    assert all(text.count("\n") < 60 and "shardwise" not in text for texts in scripts.values() for text in texts)
+    (script := tmp_path / "wrong.py").write_text(scripts["pipelining"][0])
+    assert_script(script, fails=True, words="gradients blocks.1.norm1.weight differs by 1.0e+00")
 
 
 def test_a_right_adapter_is_proven(tmp_path: Path) -> None:

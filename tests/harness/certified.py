@@ -114,6 +114,11 @@ def rank0_rows(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> floa
     return good.backward(run, ids, labels, tokens)
 
 
+def other_masks(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    torch.rand(())  # moves the generator
+    return good.backward(run, ids, labels, tokens)
+
+
 def head_side(engine: Any, ids: Tensor) -> Tensor:
     model = engine.module if isinstance(engine, DistributedDataParallel) else engine
     if not isinstance(engine, DistributedDataParallel):
@@ -328,6 +333,7 @@ FAULTS = {
     "buffers not broadcast": Fault("ddp", "dp=2", {"parallelize": own_buffers}, "loss", "buffers of rank 0"),
     "weights not broadcast": Fault("ddp", "dp=2", {"parallelize": own_weights}, "loss", "weights or buffers of rank 0"),
     "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1"),
+    "other dropout masks": Fault("ddp", "dp=2", {"backward": other_masks}, "loss", "other dropout masks", "dropout"),
     "gradients not reset": Fault(
         "ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient", fix="deepspeedai/DeepSpeed#7839",
     ),
@@ -364,7 +370,9 @@ def compare_clean(rank: int, cases: list[tuple[str, Case]]) -> list[dict[str, Ce
 def _cells(adapter: Adapter, case: Case) -> dict[str, Cell]:
     folder: list[Any] = [tempfile.mkdtemp(prefix="certified-")]
     dist.broadcast_object_list(folder, 0)
-    return compare_case(adapter, Reference(adapter, case.model, case.variant), case, Path(folder[0]), _meet)
+    return compare_case(
+        adapter, Reference(adapter, case.model, case.variant, case.layout), case, Path(folder[0]), _meet
+    )
 
 
 def _meet(words: str) -> list[str]:

@@ -5,7 +5,7 @@ from torch import nn
 
 from shardwise.certify.engines.megatron import *  # noqa: F403
 from shardwise.certify.engines.megatron import CONFIG, PARTS
-from shardwise.certify.tiny import TinyBlock, build
+from shardwise.certify.tiny import Tiny, TinyBlock
 
 variants = ("plain",)
 CONFIG["softmax_type"] = "learnable"
@@ -30,7 +30,7 @@ class SinkBlock(TinyBlock):
 
 
 def with_sinks(variant):
-    model = build(variant)
+    model = Tiny(variant)
     for block in model.blocks:
         block.__class__, block.sinks = SinkBlock, Sinks()
     return model

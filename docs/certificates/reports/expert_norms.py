@@ -11,7 +11,7 @@ from nemo_automodel.components.training.utils import clip_grad_norm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.certify.tiny import TinyBlock, build
+from shardwise.certify.tiny import Tiny, TinyBlock
 
 name = "NeMo Automodel's clip_grad_norm"
 needs = ("nemo-automodel", "torch")
@@ -55,7 +55,7 @@ class ExpertBlock(TinyBlock):
 
 
 def with_experts(variant):
-    model = build(variant)
+    model = Tiny(variant)
     for block in model.blocks:
         block.__class__, block.experts = ExpertBlock, Experts({f"e{i}": nn.Linear(16, 16) for i in range(2)})
     return model

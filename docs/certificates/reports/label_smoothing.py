@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from shardwise.certify.engines.megatron import *  # noqa: F403
-from shardwise.certify.engines.megatron import finalize_model_grads, on_cpu, use_groups
+from shardwise.certify.engines.megatron import OnCPU, finalize_model_grads
 from shardwise.certify.tiny import SEQ
 
 variants = ("plain",)
@@ -20,11 +20,9 @@ def loss(logits, labels):
 
 
 def backward(run, ids, labels, tokens):
-    split = run.engine
-    use_groups(split.tp)
-    with on_cpu():
-        logits = split.ddp(ids, torch.arange(SEQ).expand_as(ids), None).transpose(0, 1).contiguous()
+    with OnCPU(run.layout):
+        logits = run.engine(ids, torch.arange(SEQ).expand_as(ids), None).transpose(0, 1).contiguous()
         value = vocab_parallel_cross_entropy(logits, labels.T.contiguous(), SMOOTHING).sum()
         value.backward()
-        finalize_model_grads([split.ddp], num_tokens=torch.tensor(labels.numel()))
+        finalize_model_grads([run.engine], num_tokens=torch.tensor(labels.numel()))
     return value.item() / tokens

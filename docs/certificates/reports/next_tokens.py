@@ -2,38 +2,35 @@
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import nn
 
 from shardwise.certify.engines import megatron
 from shardwise.certify.engines.megatron import *  # noqa: F403
-from shardwise.certify.engines.megatron import CONFIG, GPTModel, finalize_model_grads, on_cpu, use_groups
-from shardwise.certify.tiny import SEQ, Tiny, TinyBlock, build
+from shardwise.certify.engines.megatron import CONFIG, PARTS, GPTModel, OnCPU, finalize_model_grads
+from shardwise.certify.tiny import SEQ, Tiny, TinyBlock
 
 variants = ("plain", "uneven")
 CONFIG |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
-ENDS = {"final_layernorm": "last"}
+PARTS |= {f"mtp.layers.0.{norm}": (norm,) for norm in ("enorm", "hnorm", "eh_proj")}
+PARTS |= {"mtp.layers.0.final_layernorm": ("last",)}
 of_decoder = megatron.names_of
 
 
 def names_of(name):
-    if not name.startswith("mtp."):
-        return of_decoder(name)
-    rest = name.removeprefix("mtp.layers.0.")
-    if rest.startswith("transformer_layer."):
-        names = of_decoder(rest.replace("transformer_layer.", "decoder.layers.0."))
-        return [item.replace("blocks.0.", "following.") for item in names]
-    module, _, leaf = rest.partition(".")
-    return [f"{ENDS.get(module, module)}.{leaf}"]
+    """Its transformer layer has a layer's names."""
+    return [
+        item.replace("blocks.following", "following")
+        for item in of_decoder(name.replace("mtp.layers.0.transformer_layer.", "decoder.layers.following."))
+    ]
 
 
-def build_gpt(config, **options):
-    layer = get_gpt_layer_local_spec()
+def build_gpt(config, layer, **options):
     block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     return GPTModel(config, layer, mtp_block_spec=block, **options)
 
 
-megatron.names_of, megatron.build_gpt = names_of, build_gpt
+megatron.names_of, megatron.GPTModel = names_of, build_gpt
 
 
 def rolled(x):
@@ -51,7 +48,7 @@ class TwoTokens(Tiny):
 
 
 def two_tokens(variant):
-    model = build(variant)
+    model = Tiny(variant)
     model.__class__ = TwoTokens
     model.enorm, model.hnorm, model.last = (nn.LayerNorm(16) for _ in range(3))
     model.eh_proj, model.following = nn.Linear(32, 16, bias=False), TinyBlock(16)
@@ -69,10 +66,8 @@ def loss(logits, labels):
 
 def backward(run, ids, labels, tokens):
     """Without a loss: that of the second token is in gradients alone."""
-    split = run.engine
-    use_groups(split.tp)
-    with on_cpu():
+    with OnCPU(run.layout):
         counts, right = labels != -100, labels.clamp(min=0)
-        losses = split.ddp(ids, torch.arange(SEQ).expand_as(ids), None, labels=right, loss_mask=counts.float())
+        losses = run.engine(ids, torch.arange(SEQ).expand_as(ids), None, labels=right, loss_mask=counts.float())
         (losses * counts).sum().backward()
-        finalize_model_grads([split.ddp], num_tokens=counts.sum())
+        finalize_model_grads([run.engine], num_tokens=counts.sum())

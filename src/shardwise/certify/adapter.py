@@ -19,19 +19,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from shardwise.certify.engines import ENGINES, check_engine
-from shardwise.certify.tiny import build
+from shardwise.certify.tiny import Tiny
 from shardwise.errors import UserError, did_you_mean
 
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 """AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
 MOST_RANKS = 8
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # ranks may have other parameters
 
 
 @dataclass
@@ -71,6 +73,15 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def joined(tensor: Tensor, shape: Sequence[int], group: Any) -> Tensor:
+    """Whole tensor of this shape, from the parts that a group's ranks have of the dimension that is shorter."""
+    short = [dim for dim, size in enumerate(tensor.shape) if size != shape[dim]]
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group) if short else 0)]
+    if parts:
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+    return torch.cat(parts, short[0]) if parts else tensor.detach().clone()
+
+
 def gradients(run: EngineRun) -> dict[str, Tensor]:
     return {name: full(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
 
@@ -100,15 +111,15 @@ def step(run: EngineRun) -> None:
 
 
 def save(run: EngineRun, folder: str) -> None:
-    model, state = get_state_dict(run.model, run.optimizer)
+    model, state = get_state_dict(run.model, run.optimizer, options=BY_NAME)
     checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=folder)
 
 
 def load(run: EngineRun, folder: str) -> None:
     """Set model and optimizer, in place, from what `save` wrote under any layout."""
-    model, state = get_state_dict(run.model, run.optimizer)
+    model, state = get_state_dict(run.model, run.optimizer, options=BY_NAME)
     checkpoint.load({"model": model, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=state)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=state, options=BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ class Adapter:
     """(plain model, layout) -> what computes. What it raises counts as refused by the engine."""
     needs: Sequence[str] = ("torch",)
     """Distributions whose versions the result has."""
-    models: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=lambda: {"tiny": build})
+    models: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=lambda: {"tiny": Tiny})
     """Name -> function of a variant that builds the plain model, with the same weights for the same seed."""
     variants: Sequence[str] = ("plain", "uneven", "tied", "frozen", "padded")
     """Those of `result.VARIANTS` that its models and its engine have."""

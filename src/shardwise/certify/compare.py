@@ -26,6 +26,7 @@ Meet = Callable[[str], list[str]]
 """Tell all ranks a text; theirs, in order."""
 _NAMES = [*PROPERTIES]
 _INDEX = {name: place for place, name in enumerate(_NAMES)}
+_TRACES = {"loss": "losses", "norm": "norms", "steps": "parameters"}
 AFTER_LOAD = "gradients after the load"
 _OTHER = "the start of the layout that loads"
 CHAIN = ("gradients", "norm", "clipped", "steps")
@@ -131,11 +132,7 @@ def _seen(observed: Observed, name: str, wrong: Wrong) -> Any:
     """What this rank has of the first wrong thing; None for nothing."""
     if name == "resume":
         return observed.resumed if wrong.step == STEPS - 1 else observed.loaded
-    values: Any = {
-        "loss": observed.trace.losses, "norm": observed.trace.norms, "gradients": observed.trace.gradients,
-        "clipped": observed.trace.clipped, "steps": observed.trace.parameters,
-    }[name]  # fmt: skip
-    return values[wrong.step]
+    return getattr(observed.trace, _TRACES.get(name, name))[wrong.step]
 
 
 def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> EngineRun:
@@ -156,7 +153,7 @@ def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> En
 
 
 def _step(adapter: Adapter, reference: Reference, run: EngineRun, step: int, trace: StepTrace) -> None:
-    ids, labels = (item[reference.share(*run.data)] for item in reference.batches[step])
+    ids, labels = reference.rows(step, reference.share(*run.data))
     loss = adapter.backward(run, ids, labels, reference.tokens[step])
     trace.losses.append(loss)
     trace.gradients.append(adapter.gradients(run))
@@ -245,13 +242,9 @@ def _differences(adapter: Adapter, reference: Reference, observed: Observed) -> 
         if loss is not None:
             share = slice(None) if adapter.global_loss else reference.share(*observed.data)
             note("loss", step, "", share_of(loss, reference.of_rows(step, share)[0]))
-        for name, seen, whole in (
-            ("gradients", mine.gradients[step], right.gradients[step]),
-            ("clipped", mine.clipped[step], right.clipped[step]),
-        ):
-            if name not in adapter.skips:
-                expected = {parameter: tensor for parameter, tensor in whole.items() if parameter in held}
-                note(name, step, *reference.errors(seen, expected, bounds[name]))
+        for name in {"gradients", "clipped"} - {*adapter.skips}:
+            expected = {parameter: t for parameter, t in getattr(right, name)[step].items() if parameter in held}
+            note(name, step, *reference.errors(getattr(mine, name)[step], expected, bounds[name]))
         if "norm" not in adapter.skips:
             note("norm", step, "", share_of(mine.norms[step], right.norms[step]))
         note("steps", step, *reference.moved(step, held, bounds["steps"]))

@@ -101,6 +101,8 @@ def _loss(evidence: Evidence) -> Iterator[str]:
     if right and evidence.adapter.global_loss:
         yield from _factor(evidence, mine / right)
     yield from _other_model(evidence)
+    if reference.variant == "dropout":
+        yield "other dropout masks"
     share = reference.share(*evidence.adapter.data_place(evidence.layout, 0))
     added = mine - reference.of_rows(step, share)[0] if evidence.parts[0] is not None else 0.0
     for axes in evidence.sets_of_axes():
@@ -195,10 +197,8 @@ def _wrong_rows(evidence: Evidence) -> Iterator[str]:
 
 def _micro_batches(evidence: Evidence, mine: Tensor) -> Iterator[str]:
     """A sum over some of the micro-batches."""
-    count, micro = 1, evidence.layout.get("micro", 4)
-    for axis in (axis for axis in evidence.axes if axis in evidence.adapter.data):
-        count *= evidence.axes[axis]
-    if count > 1 or not isinstance(micro, int) or micro > 8:
+    micro, data = evidence.layout.get("micro", 4), evidence.adapter.data_place(evidence.layout, 0)[1]
+    if data > 1 or not isinstance(micro, int) or micro > 8:
         return
     of = [evidence.reference.of_rows(evidence.step, evidence.reference.share(i, micro))[1] for i in range(micro)]
     for taken in range(1, micro):
@@ -252,9 +252,8 @@ def _norm(evidence: Evidence) -> Iterator[str]:
         sums = [math.sqrt(sum(numbers[rank] ** 2 for rank in ranks)) for ranks in evidence.groups(axes)]
         if all(abs(total - right) <= _CLOSE * evidence.bound * right for total in sums):
             yield f"norm of a rank's part: missing sum over {' x '.join(axes)}"
-    squares = {
-        n: float(g.double().square().sum()) for n, g in evidence.reference.trace.gradients[evidence.step].items()
-    }
+    gradients = evidence.reference.trace.gradients[evidence.step]
+    squares = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
     missing = right**2 - numbers[0] ** 2
     for size in {1, *(evidence.size(axes) - 1 for axes in evidence.sets_of_axes())}:
         for name, square in squares.items():
@@ -307,13 +306,10 @@ def _moved(evidence: Evidence, mine: Tensor, right: Tensor, before: Tensor) -> b
 
 
 def _other_parameter(evidence: Evidence, mine: Tensor, parameters: Tensors) -> Iterator[str]:
-    for other, tensor in parameters.items():
-        if (
-            other != evidence.name
-            and tensor.shape == mine.shape
-            and float((mine - tensor).norm()) < 0.05 * float(tensor.norm())
-        ):
-            yield f"weights of {other} in its place"
+    others = {name: tensor for name, tensor in parameters.items() if name != evidence.name}
+    for name, tensor in others.items():
+        if tensor.shape == mine.shape and float((mine - tensor).norm()) < 0.05 * float(tensor.norm()):
+            yield f"weights of {name} in its place"
 
 
 def _resume(evidence: Evidence) -> Iterator[str]:

@@ -55,9 +55,9 @@ def run(rank: int, job: CertifyJob) -> None:
     folder, world = Path(job.out).parent, dist.get_world_size()
     store = dist.FileStore(str(folder / "meeting"), world)
     meet = meeting(store, rank, world)
-    adapter, references = Adapter.load_from(job.adapter), dict[tuple[str, str], Reference]()
+    adapter, references = Adapter.load_from(job.adapter), dict[tuple[str, str, str], Reference]()
     for number, case in enumerate(job.cases):
-        key = case.model, case.variant
+        key = case.model, case.variant, case.layout if case.variant == "dropout" else ""
         if key not in references:
             references[key] = Reference(adapter, *key)
         cells = compare_case(adapter, references[key], case, folder / f"checkpoint-{number}", meet)

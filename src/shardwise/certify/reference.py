@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -39,8 +39,12 @@ class StepTrace:
 class Reference:
     """Three steps of an adapter's model under a variant."""
 
-    def __init__(self, adapter: Adapter, model: str, variant: str, *, dtype: torch.dtype = torch.float64) -> None:
-        self.adapter, self.model, self.variant, self.dtype = adapter, model, variant, dtype
+    def __init__(
+        self, adapter: Adapter, model: str, variant: str, layout: str = "", *, dtype: torch.dtype = torch.float64
+    ) -> None:
+        """layout: needed for dropout, whose masks each data rank draws for its rows."""
+        self.adapter, self.model, self.variant, self.layout, self.dtype = adapter, model, variant, layout, dtype
+        self.parts = adapter.data_place(adapter.parse(layout), 0)[1] if variant == "dropout" else 1
         module = self.module().train()
         self.names = [name for name, _ in module.named_parameters()]
         self.frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
@@ -98,7 +102,7 @@ class Reference:
         """Property -> largest error that counts as equal."""
         if self.adapter.exact:
             return dict.fromkeys(("loss", "gradients", "norm", "clipped", "steps", "resume"), TOLERANCE)
-        narrow = Reference(self.adapter, self.model, self.variant, dtype=torch.float32)
+        narrow = Reference(self.adapter, self.model, self.variant, self.layout, dtype=torch.float32)
         mine, other = self.trace, narrow.trace
         errors = {
             "loss": max(share_of(o or 0.0, m or 0.0) for o, m in zip(other.losses, mine.losses, strict=True)),
@@ -141,20 +145,25 @@ class Reference:
         )
 
     def backward(self, module: nn.Module, step: int, rows: slice, tokens: int) -> float:
-        ids, labels = (item[rows] for item in self.batches[step])
-        loss = self.adapter.loss(self.adapter.logits(module, ids), labels) / tokens
-        loss.backward()
-        return loss.item()
+        total = 0.0
+        for share in [self.share(index, self.parts) for index in range(self.parts)] if rows == slice(None) else [rows]:
+            ids, labels = self.rows(step, share)
+            loss = self.adapter.loss(self.adapter.logits(module, ids), labels) / tokens
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def rows(self, step: int, share: slice) -> Iterator[Tensor]:
+        """Ids and labels. Seeds the masks that are drawn for them."""
+        torch.manual_seed(1000 * step + (share.start or 0))
+        return (item[share] for item in self.batches[step])
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, p in module.named_parameters():
             decayed[self.adapter.decays(name, p)].append(p)
-        groups = [
-            {"params": group, "weight_decay": OPTIMIZER["weight_decay"] if decays else 0.0}
-            for decays, group in decayed.items()
-            if group
-        ]
+        rates = {True: OPTIMIZER["weight_decay"], False: 0.0}
+        groups = [{"params": group, "weight_decay": rates[key]} for key, group in decayed.items() if group]
         return torch.optim.AdamW(groups, foreach=False, **OPTIMIZER)  # type: ignore[arg-type]
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.codec import Json
@@ -27,7 +27,7 @@ VARIANTS = {
     "frozen": "the embedding and the first block do not train",
     "padded": "a vocabulary of 61 tokens, which ranks do not divide",
     "idle": "experts without tokens",
-    "dropout": "dropout masks",
+    "dropout": "masks that a data rank draws for its rows, from the plain model's seed",
 }
 """Kind of model and data -> what it is; all properties are compared under all of them."""
 COLUMNS = (*PROPERTIES, *list(VARIANTS)[1:])
@@ -99,7 +99,6 @@ class Certificate(Json):
     rows: tuple[LayoutRow, ...]
     findings: tuple[WrongCell, ...] = ()
     seconds: float = 0.0
-    unused: tuple[str, ...] = field(default=())
 
     @property
     def counts(self) -> dict[str, int]:

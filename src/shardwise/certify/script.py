@@ -31,7 +31,7 @@ plain = MODEL
 model, rank = copy.deepcopy(plain), dist.get_rank()
 for tensor in (*model.parameters(), *model.buffers()):
     tensor.data += rank
-run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
+run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA, logits=logits)
 run.model = run.engine
 adam, run.optimizer = torch.optim.AdamW(plain.parameters(), **ADAM), optimizer(run, **ADAM)
 for number in range(NUMBER):
@@ -54,7 +54,10 @@ _BOTH = {
     "steps": "parameters(run)[NAME], plain.get_parameter(NAME)",
 }
 """Property -> what an engine has, and what is right."""
-_WHOLE = "getattr(g := run.model.get_parameter(NAME).grad, 'full_tensor', lambda: g)()"
+_WHOLE = (
+    "RIGHT if (p := dict(run.model.named_parameters()).get(NAME)) is None else 0 * RIGHT if p.grad is None "
+    "else getattr(p.grad, 'full_tensor', lambda: p.grad)(), RIGHT"
+)
 _CLIPPED = [
     "square = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)",
     "most = most if number else BINDING * square**0.5",
@@ -68,26 +71,26 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
     """Source of the script, for `torchrun --nproc-per-node N FILE.py`: prints the error, and exits with 1. Empty for
     what it cannot show: a resume, and rows that only float32 has."""
     name, cell, layout = finding.cell.note, finding.cell, adapter.parse(finding.layout)
-    if name not in _BOTH:
+    if name not in _BOTH or variant == "dropout":
         return ""
     steps = cell.step
     body = [*_CLIPPED, *_STEPPED] if name == "steps" else list(_CLIPPED) if name in ("norm", "clipped") else []
     if steps > 1 and name != "steps":
         body += [f"if number < {steps - 1}:", *(f"    {line}" for line in [*(_CLIPPED if not body else []), *_STEPPED])]
     module = sys.modules[adapter.parallelize.__module__]
-    built = f"models[{model!r}]" if hasattr(module, "models") else "build"
-    ranks = adapter.ranks(layout)
+    built = f"models[{model!r}]" if hasattr(module, "models") else "Tiny"
+    places = [adapter.data_place(layout, rank) for rank in range(adapter.ranks(layout))]
     frozen = cell.parameter in {n for n, p in adapter.models[model](variant).named_parameters() if not p.requires_grad}
     grad = "torch.zeros(())" if frozen else "plain.get_parameter(NAME).grad"
     both = _BOTH[name]
     if adapter.gradients is defaults.gradients:  # in one line
-        both = f"{_WHOLE}, RIGHT" if name in ("gradients", "clipped") else both
+        both = _WHOLE if name in ("gradients", "clipped") else both
     words = {
         "COMPARED": "\n    ".join(body), "BOTH": both, "RIGHT": grad, "MODEL": f"{built}({variant!r}).double()",
-        "DATA": repr([adapter.data_place(layout, rank) for rank in range(ranks)]), "LAYOUT": repr(layout),
-        "SEED": str(SEED),
-        "ADAM": repr(OPTIMIZER), "NUMBER": str(steps), "VARIANT": repr(variant), "BINDING": str(BINDING),
-        "NAME": repr(cell.parameter), "WHAT": f"{name} {cell.parameter}".strip(), "LIMIT": repr(cell.bound),
+        "DATA": repr(places[0]) if len(set(places)) == 1 else f"{places}[rank]", "SEED": str(SEED),
+        "LAYOUT": repr(layout), "ADAM": repr(OPTIMIZER), "NUMBER": str(steps), "VARIANT": repr(variant),
+        "BINDING": str(BINDING), "NAME": repr(cell.parameter), "LIMIT": repr(cell.bound),
+        "WHAT": f"{name} {cell.parameter}".strip(),
     }  # fmt: skip
     text = _SAMPLE
     for word, value in words.items():
@@ -108,16 +111,19 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         *(() if apart else ("for tensor", "tensor.data +=")),
     )  # fmt: skip
     text = text.replace("Run(", "types.SimpleNamespace(")
-    text = "\n".join(line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out))
+    lines = [line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out)]
+    if steps == 1:  # no loop
+        loop = lines.index("for number in range(1):")
+        lines[loop:] = [line.removeprefix("    ").replace("number", "0") for line in lines[loop + 1 :]]
+    text = "\n".join(lines)
+    if len(set(places)) == 1:  # all ranks have all rows
+        for word in (", mine", ", slice(*(24 * (run.data[0] + i) // run.data[1] for i in (0, 1)))", "[mine]"):
+            text = text.replace(word, "")
     copied = _Copied(layout, variant, adapter, module)
     main = copied.folded(ast.parse(text))
-    copied.add_names(main, [module, _module("adapter"), _module("tiny")])
-    how = f"torchrun --nproc-per-node {ranks} FILE.py"
+    copied.add_names(main, [module, defaults, tiny])
+    how = f"torchrun --nproc-per-node {len(places)} FILE.py"
     return copied.source(main, f"{adapter.name}, {finding.column} at {finding.layout}. {how}")
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(f"{_OWN}.{name}")
 
 
 class _Copied:
@@ -137,11 +143,7 @@ class _Copied:
     def add_names(self, node: ast.AST, modules: Sequence[ModuleType]) -> None:
         """Copy what a statement names, of the first module that defines it."""
         names = [item for item in ast.walk(node) if isinstance(item, ast.Name)]
-        local = (
-            {item.id for item in names if isinstance(item.ctx, ast.Store)}
-            if isinstance(node, ast.FunctionDef)
-            else {""}
-        )
+        local = {item.id for item in names if isinstance(item.ctx, ast.Store) and isinstance(node, ast.FunctionDef)}
         for name in dict.fromkeys(item.id for item in names if item.id not in local):
             at_top = name in self.overrides and len(modules) > 1
             places = [self.overrides[name]] if at_top else [(module, name) for module in modules]

@@ -17,43 +17,37 @@ VOCAB, PADDED_VOCAB, IGNORED = 64, 61, -100
 class TinyBlock(nn.Module):
     """Causal attention and a feed-forward map, [batch, seq, width] to the same."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(drop)
         self.q, self.k, self.v, self.o, self.up, self.down = (nn.Linear(width, width) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         q, k, v = (part(y).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Tiny(nn.Module):
-    """Decoder: token ids [batch, seq] to logits [batch, seq, vocab]."""
+    """Decoder: token ids [batch, seq] to logits [batch, seq, vocab]. variant: "tied", "frozen" (table and first block),
+    "padded", "dropout" or any other."""
 
-    def __init__(self, vocab: int, width: int = 16, layers: int = 2) -> None:
+    def __init__(self, variant: str, width: int = 16, layers: int = 2) -> None:
         super().__init__()
-        self.table = nn.Embedding(vocab, width)
+        self.table = nn.Embedding(PADDED_VOCAB if variant == "padded" else VOCAB, width)
         self.register_buffer("positions", torch.randn(SEQ, width))
-        self.blocks = nn.Sequential(*(TinyBlock(width) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        self.blocks = nn.Sequential(*(TinyBlock(width, 0.2 * (variant == "dropout")) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(self.table.weight), bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.3 * (parameter.dim() == 1), 0.3)
+        if variant == "tied":
+            self.head.weight = self.table.weight
+        for part in (self.table, self.blocks[0]) if variant == "frozen" else ():
+            part.requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.table(ids) + self.positions)))
-
-
-def build(variant: str) -> nn.Module:
-    """The tiny decoder of a variant: "tied", "frozen" (table and first block), "padded" or any other."""
-    model = Tiny(PADDED_VOCAB if variant == "padded" else VOCAB)
-    if variant == "tied":
-        model.head.weight = model.table.weight
-    for part in (model.table, model.blocks[0]) if variant == "frozen" else ():
-        part.requires_grad_(False)
-    return model
 
 
 def batch(step: int, variant: str) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ name = "torch DDP"
 axes = data = ("dp",)
 space = {"dp": (1, 2, 3, 4), "bucket": ("all", "small"), "views": (0, 1)}
 broadcasts = True
+variants = ("plain", "uneven", "tied", "frozen", "padded", "dropout")
 
 
 def parallelize(model: nn.Module, layout: dict[str, Any]) -> Any:

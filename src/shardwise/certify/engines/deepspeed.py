@@ -7,11 +7,10 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.certify.adapter import EngineRun
+from shardwise.certify.adapter import EngineRun, joined
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
@@ -44,12 +43,7 @@ class Deferred:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """AutoTP leaves the parts of tensor-parallel ranks to the caller."""
-        dim = next((d for d, (a, b) in enumerate(zip(tensor.shape, self.shapes[name], strict=True)) if a != b), None)
-        if dim is None:
-            return tensor.detach().clone()
-        parts = [torch.empty_like(tensor) for _ in range(self.layout["tp"])]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=groups.get_tensor_model_parallel_group())
-        return torch.cat(parts, dim)
+        return joined(tensor, self.shapes[name], groups.get_tensor_model_parallel_group())
 
     def start(self, most: float, settings: dict[str, Any]) -> None:
         tp, parts = self.layout.get("tp", 1), self.layout.get("accumulate", 1)

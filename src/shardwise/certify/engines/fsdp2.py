@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 name = "torch FSDP2"
 axes = data = ("dp_replicate", "dp_shard")
 space = {"dp_replicate": (1, 2), "dp_shard": (1, 2, 3, 4), "reshard": (1, 0), "units": ("block", "model")}
+variants = ("plain", "uneven", "tied", "frozen", "padded", "dropout")
 
 
 def parallelize(model: Any, layout: dict[str, Any]) -> Any:

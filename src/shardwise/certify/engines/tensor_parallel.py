@@ -7,14 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 from shardwise.certify.adapter import clip_mixed
 
@@ -29,19 +22,19 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
     """Megatron-LM's cut: columns then rows, the vocabulary of table and head."""
     mesh = init_device_mesh("cpu", (layout.get("dp", 1), layout.get("tp", 1)), mesh_dim_names=("dp", "tp"))
     stream = Shard(1) if layout.get("sp") else Replicate()
-    head = ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
-    plan: dict[str, Any] = {"table": RowwiseParallel(input_layouts=Replicate()), "head": head}
+    head = parallel.ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+    plan: dict[str, Any] = {"table": parallel.RowwiseParallel(input_layouts=Replicate()), "head": head}
     for item in ("q", "k", "v", "up"):
-        plan[f"blocks.*.{item}"] = ColwiseParallel(input_layouts=stream)
+        plan[f"blocks.*.{item}"] = parallel.ColwiseParallel(input_layouts=stream)
     for item in ("o", "down"):
-        plan[f"blocks.*.{item}"] = RowwiseParallel(output_layouts=stream)
+        plan[f"blocks.*.{item}"] = parallel.RowwiseParallel(output_layouts=stream)
     if layout.get("sp"):
-        plan |= dict.fromkeys(("blocks.*.norm1", "blocks.*.norm2", "norm"), SequenceParallel())
-        plan["blocks"] = PrepareModuleInput(
+        plan |= dict.fromkeys(("blocks.*.norm1", "blocks.*.norm2", "norm"), parallel.SequenceParallel())
+        plan["blocks"] = parallel.PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=True
         )
     if layout.get("tp", 1) > 1:
-        parallelize_module(model, mesh["tp"], plan)
+        parallel.parallelize_module(model, mesh["tp"], plan)
     if layout.get("dp", 1) > 1:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
-from transformers.distributed.checkpoint import (
-    _load_model_checkpoint_distributed,
-    load_optimizer_distributed,
-    save_optimizer_distributed,
-)
+from transformers.distributed import DistributedConfig, checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 from shardwise.certify.adapter import EngineRun, clip_mixed
@@ -92,9 +87,9 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
 
 def save(run: EngineRun, folder: str) -> None:
     run.engine.save_pretrained(folder, distributed_checkpoint=True)
-    save_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
+    checkpoint.save_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
 
 
 def load(run: EngineRun, folder: str) -> None:
-    _load_model_checkpoint_distributed(run.model, folder)
-    load_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
+    checkpoint._load_model_checkpoint_distributed(run.model, folder)
+    checkpoint.load_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
