@@ -59,7 +59,8 @@ def usual_masks(example: Any) -> Iterator[None]:
     tensors takes all rows as packed, which has a mask where a step has none.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    packs = isinstance(example, Mapping) and example.get("position_ids") is not None
+    given = example.get("position_ids") if isinstance(example, Mapping) else getattr(example, "positions", None)
+    packs = given is not None
     if packs or not hasattr(masking, _LOOKS):
         yield
         return

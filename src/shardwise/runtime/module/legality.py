@@ -62,11 +62,6 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
         raise LayoutError(f"{name}: {model.counted.reason}, and its config.json is not at hand")
     if model.lora:
         check_adapters(layout, model, workload)
-    if workload.isolate_documents:
-        raise LayoutError(
-            f"{name}: its class of transformers attends across the documents of a packed sequence: leave out "
-            "--isolate-documents"
-        )
     if layout.sp and workload.seq % layout.tp:
         raise LayoutError(f"sequences of {workload.seq} tokens cannot be cut into tp = {layout.tp} equal pieces")
 
