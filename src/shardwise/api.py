@@ -38,8 +38,8 @@ from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.hosts import HostFile
 from shardwise.runtime.job.launch import DIVERGED, INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
-from shardwise.runtime.job.losses import LossConfig, by_class, usual_loss
 from shardwise.runtime.job.locks import run_lock
+from shardwise.runtime.job.losses import LossConfig, by_class
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
 from shardwise.runtime.module.legality import check_run
@@ -276,9 +276,9 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     shape = None
     if not values.get("corpus"):
         shape = open_source(str(values["data"]), values.get("text_field", "text")).shape
-        loss = LossConfig.parse(values["loss"]) if values.get("loss") else usual_loss(shape)
+        values["loss"] = values.get("loss") or {"text": "", "chat": "sft", "pairs": "dpo"}[shape]
+        loss = LossConfig.parse(values["loss"])
         loss.check(shape, Layout.of(layout), model, values.get("report", False))
-        values["loss"] = "" if shape == "text" and loss.kind == "sft" else str(loss)
         model = values["model"] = by_class(model) if loss.kind != "sft" else model
     layout, _ = suited(Layout.of(layout), model)
     if not workload.batch:
@@ -288,11 +288,9 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
 
         model = values["model"] = PeftAdapters.open(Path(values["adapters"]), model).model
         values["adapters"] = str(values["adapters"])
-    if shape not in (None, "text"):
-        workload = values["workload"] = replace(workload, isolate_documents=False)
     check_run(layout, model, workload)
-    if shape == "chat":
-        workload = values["workload"] = replace(workload, isolate_documents=_isolates(layout, model, workload))
+    if shape not in (None, "text"):
+        values["workload"] = replace(workload, isolate_documents=shape == "chat" and _isolates(model, layout))
     values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}
     if values.get("weights") is not None and values.get("resume") is None:
         values |= _starting_from(Path(values["weights"]), model, values.get("tokenizer"))
@@ -311,17 +309,13 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def _isolates(layout: Layout, model: ModelConfig, workload: Workload) -> bool:
+def _isolates(model: ModelConfig, layout: Layout) -> bool:
     """Whether dialogues can share a row without seeing each other."""
-    if model.counted:
-        from shardwise.runtime.module.class_model import ClassModel
+    if model.counted is None:
+        return True
+    from shardwise.runtime.module.class_model import ClassModel
 
-        return ClassModel.of(model).isolates_documents(layout)
-    try:
-        check_run(layout, model, replace(workload, isolate_documents=True))
-    except UserError:
-        return False
-    return True
+    return ClassModel.of(model).isolates_documents(layout)
 
 
 def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **changes: Any) -> TrainConfig:

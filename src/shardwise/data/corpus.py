@@ -1,8 +1,8 @@
 """A prepared corpus: text as memory-mapped tokens, in a folder that is either whole or does not exist.
 
     OUT/corpus-FINGERPRINT/
-        train.bin, validation.bin   token ids, uint16 or uint32, little endian, documents end with the end-of-text token;
-                                    of dialogues as `dialogues.py` stores them
+        train.bin, validation.bin   token ids, uint16 or uint32, little endian, documents end with the end-of-text token
+                                    (dialogues: `dialogues.py`)
         tokenizer.json              the tokenizer that made them
         corpus.json                 counts, dtype, ids, source, fingerprint
 
@@ -159,13 +159,19 @@ def prepare(
     if max_bytes is not None and max_bytes < 1:
         raise UserError(f"a limit of {max_bytes} bytes leaves no text; give at least 1, or no limit")
     material = open_source(source, text_field)
-    settings = {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "text_field": text_field}
+    settings: dict[str, Any] = {
+        "validation_fraction": validation_fraction,
+        "max_bytes": max_bytes,
+        "text_field": text_field,
+    }
     if material.shape != "text":
         if tokenizer is None:
             tokenizer = kept if kept is not None and kept.is_file() else None
         if tokenizer is None:
-            raise UserError(f"{source} has dialogues, which need a tokenizer: give --tokenizer the folder of a model, with "
-                            "its chat template, or --weights")  # fmt: skip
+            raise UserError(
+                f"{source} has dialogues, which need a tokenizer: give --tokenizer the folder of a model, with its "
+                "chat template, or --weights"
+            )
         settings |= {"dialogues": [material.shape, read_template(tokenizer_file(tokenizer).parent)]}
     text = _digest(material, max_bytes, say)
     fingerprint = _fingerprint(text, settings, tokenizer, vocab)

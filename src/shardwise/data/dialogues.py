@@ -74,7 +74,7 @@ class DialogueEncoder:
         return line
 
     def _texts(self, record: dict[str, Any], place: str) -> list[tuple[str, list[Span], bool]]:
-        """Text, answers, and whether it is plain, of each dialogue of a record."""
+        """Text, answers, and whether it is plain, of the dialogues of a record."""
         if self._shape == "chat" and "messages" in record:
             return [(*self._dialogue(record["messages"], record, place), False)]
         answers = [record[name] for name in (("completion",) if self._shape == "chat" else ("chosen", "rejected"))]
@@ -94,8 +94,8 @@ class DialogueEncoder:
         return made
 
     def _dialogue(self, messages: list[dict[str, Any]], record: dict[str, Any], place: str) -> tuple[str, list[Span]]:
-        """Text of a dialogue and its answers: what the template marks by `{% generation %}`, else what a longer dialogue
-        adds to a shorter one."""
+        """Text of a dialogue and its answers: what the template marks by `{% generation %}`, else what a longer
+        dialogue adds to a shorter one."""
         if _GENERATION.search(self._template or ""):
             return self._rendered(messages, record, place, return_assistant_tokens_mask=True)
         text, spans = self._render(messages, record, place), []
@@ -126,11 +126,12 @@ class DialogueEncoder:
             )
         options |= {"tools": record.get("tools"), "chat_template": self._template, **self._names}
         try:
-            texts, spans = render_jinja_template([messages], **options)
+            rendered: Any = render_jinja_template([messages], **options)  # declared as a text
+            texts, spans = rendered
         except Exception as error:  # a template is a program of somebody else's
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{place}: the chat template rejects it: {reason}") from None
-        return texts[0], spans[0] if spans else []
+        return str(texts[0]), spans[0] if spans else []
 
     def _numbers(self, text: str, spans: list[Span], plain: bool) -> list[int]:
         """A token counts if one of its characters is an answer's. plain: no template has written the first token."""
@@ -162,7 +163,7 @@ def answer_tokens(tokens: NDArray[Any]) -> NDArray[np.int64]:
 class Rows:
     """Rows of `seq` tokens of a corpus of dialogues, in place of `Sampler`'s windows, and in its order.
 
-    packed: as many dialogues in a row as fit, each with positions of its own; else one. Pairs have the chosen dialogue
+    packed: as many dialogues in a row as fit, every one with positions from 0; else one. Pairs have the chosen dialogue
     in the first half of a row and the rejected one in the second. What does not fit is cut at its end, and left out
     when no answer remains. Raises `UserError` where nothing does.
     """
@@ -172,7 +173,7 @@ class Rows:
         self.room = seq // 2 if shape == "pairs" else seq
         dialogues, parts = list(stored(tokens)), 2 if shape == "pairs" else 1
         if shape == "pairs" and seq % 2:
-            raise UserError(f"--seq {seq} must be even: each half of a row has one answer of a pair")
+            raise UserError(f"--seq {seq} must be even: half of a row has one answer of a pair")
         groups = list(zip(*(dialogues[part::parts] for part in range(parts)), strict=True))
         kept = [group for group in groups if all(map(self._counts, group))]
         self.cut = sum(length - 1 > self.room for group in kept for _, length in group)
@@ -185,7 +186,7 @@ class Rows:
         self.windows = len(self.places)
         """Rows of one epoch."""
         self.reference: NDArray[np.float64] | None = None
-        """Of each pair, log p(chosen) - log p(rejected) of the reference; None without one."""
+        """By pair, log p(chosen) - log p(rejected) of the reference; None without one."""
 
     def _counts(self, dialogue: tuple[int, int]) -> bool:
         start, length = dialogue
@@ -229,7 +230,7 @@ class Rows:
 
 
 def _packed(groups: list[tuple[tuple[int, int], ...]], seq: int) -> list[tuple[tuple[int, int], ...]]:
-    """Rows of dialogues, the longest first, each in the fullest row that has room for it."""
+    """Rows of dialogues, the longest first, in the fullest row that has room for it."""
     rows: list[list[tuple[int, int]]] = []
     by_room: list[list[int]] = [[] for _ in range(seq + 1)]
     """Tokens of room -> rows that have it."""
@@ -244,4 +245,3 @@ def _packed(groups: list[tuple[tuple[int, int], ...]], seq: int) -> list[tuple[t
         rows[row].append(dialogue)
         by_room[room - count].append(row)
     return [tuple(row) for row in rows]
-

@@ -223,11 +223,11 @@ def _file(path: Path, text_field: str | None, most: int | None) -> Iterator[str]
     `Source.documents`."""
     kind = suffix(path).removesuffix(GZIP_SUFFIX)
     try:
+        if text_field is None and kind not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
+            raise _NotTextError(f"{path} has no records of dialogues; give .jsonl or .parquet files")
         if kind in JSONL_SUFFIXES:
             yield from _jsonl(path, text_field)
-        elif text_field is None and kind not in PARQUET_SUFFIXES:
-            raise _NotTextError(f"{path} has no records of dialogues; give .jsonl or .parquet files")
-        elif kind in CSV_SUFFIXES:
+        elif kind in CSV_SUFFIXES and text_field is not None:
             cells = _csv(path, text_field, "\t" if kind == ".tsv" else ",;\t")
             yield from _text_column(cells, path, text_field)
         elif kind in PARQUET_SUFFIXES:
@@ -289,8 +289,9 @@ def _jsonl(path: Path, text_field: str | None) -> Iterator[str]:
             reason = getattr(error, "msg", "too deep, or too long a number")
             raise UserError(f"{place} is not JSON ({reason}); JSONL has one object a line") from None
         if not isinstance(record, dict):
-            raise UserError(f'{place} is not a JSON object but {type(record).__name__}; '
-                            f'use {{"{text_field or "messages"}": ...}}')
+            raise UserError(
+                f'{place} is not a JSON object but {type(record).__name__}; use {{"{text_field or "messages"}": ...}}'
+            )
         if text_field is None:
             yield json.dumps(record)
             continue

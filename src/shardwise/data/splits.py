@@ -48,7 +48,7 @@ class SplitFiles:
         empty: Split = "validation" if full == "train" else "train"
         if not self.tokens[empty]:
             if self.documents[full] < 2 and not divides:
-                raise UserError("training and validation need two dialogues with answers at least")
+                raise UserError("training and validation need two records with answers at least")
             if self.documents[full] > 1:
                 self._move(self.last_length[full], full, empty)
                 self.documents = {full: self.documents[full] - 1, empty: 1}

@@ -57,6 +57,7 @@ def token_text(value: Any) -> str | None:
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+
 def _configured(file: Path) -> dict[str, Any]:
     """Contents of a file beside the tokenizer; empty without one. Raises `UserError`."""
     if not file.is_file():
@@ -79,12 +80,12 @@ def read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     for name in _NAMED:
         if (token := token_text(config.get(name, older.get(name)))) is not None:
             names[name] = token
-    own = folder / "chat_template.jinja"
-    if own.is_file():
+    file = folder / "chat_template.jinja"
+    if file.is_file():
         try:
-            return own.read_text(encoding="utf-8"), names
+            return file.read_text(encoding="utf-8"), names
         except (OSError, ValueError) as error:
-            raise UserError(f"{own} cannot be read: {error}") from None
+            raise UserError(f"{file} cannot be read: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}

@@ -152,7 +152,7 @@ class TrainConfig(Json):
 
     @property
     def minimized(self) -> LossConfig:
-        return LossConfig.parse(self.loss or "sft")
+        return LossConfig.parse(self.loss)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of `step` (from 0) of the run."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoint
-from shardwise.data.dialogues import Rows as PairRows
 from shardwise.decoder import Batch
-from shardwise.errors import LayoutError, UserError, os_errors
+from shardwise.errors import LayoutError, UserError
 from shardwise.layout.axes import DATA, PP, REPLICA
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
+from shardwise.report.files import write_whole
 from shardwise.runtime.checkpointing import Position, restore
 from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.job.trainer import TrainingRun
@@ -40,7 +40,7 @@ from shardwise.runtime.zero.flat_unit import Values
 if TYPE_CHECKING:
     from shardwise.runtime.job.config import TrainConfig
 
-REFERENCE = "reference.npz"
+REFERENCE = "reference.json"
 """File of a run: by split, log p(chosen) - log p(rejected) of the reference."""
 
 
@@ -86,8 +86,8 @@ class ClassProgram(ModuleProgram):
     def reference(self, batches: Batches) -> Tensor:
         """log p(chosen) - log p(rejected) of every pair of a sampler by the model as it is, fp64 [pairs]. All ranks
         call it together."""
-        pairs, layout, place = batches.sampler, self.plan.layout, batches.data_rank
-        assert isinstance(pairs, PairRows)
+        layout, place = self.plan.layout, batches.data_rank
+        pairs: Any = batches.sampler
         made = torch.zeros(pairs.windows, dtype=torch.float64, device=self.device)
         for first in range(0, pairs.windows, layout.dp * layout.micro):
             self.comms.pulse.work("the reference pass")
@@ -150,32 +150,30 @@ class ClassRun(TrainingRun):
         return teacher.to(self.device, getattr(torch, self.config.layout.dtype))
 
     def _open_corpus(self, plan: UnitPlan) -> None:
+        """With the reference of preference pairs: by the model of the first step, without adapters. A resumed run,
+        whose weights have changed since, has it from its directory. Raises `UserError` where that is not there."""
         super()._open_corpus(plan)
-        if self.config.minimized.kind == "dpo":
-            self.entropy = math.log(2)
-            self._refer(Path(self.config.out) / REFERENCE)
-
-    def _refer(self, file: Path) -> None:
-        """Give each pair its reference: by the model of the first step, without adapters. A resumed run, whose weights
-        have changed since, has it from its directory. Raises `UserError` where that is not there."""
-        config, samplers = self.config, {split: made.sampler for split, made in self.batches.items()}
-        files = [file, *([Path(config.resume).parents[1] / REFERENCE] if config.resume else [])]
-        self._about = f"{config.corpus_fingerprint} {config.workload.seq}"
-        kept = next(filter(None, (_kept_reference(path, self._about) for path in files)), None)
+        config = self.config
+        if config.minimized.kind != "dpo":
+            return
+        self.entropy, about = math.log(2), f"{config.corpus_fingerprint} {config.workload.seq}"
+        files = [Path(config.out), *([Path(config.resume).parents[1]] if config.resume else [])]
+        kept = next(filter(None, (_kept_reference(folder / REFERENCE, about) for folder in files)), None)
         if kept is None and config.resume and not config.model.lora:
             raise UserError(
                 f"{files[-1]} has no reference of these pairs, and the weights of the first step are gone: export the "
                 "checkpoint, and start a new run from it (--weights)"
             )
-        for split, made in samplers.items():
-            made.reference = kept[split] if kept else self.program.reference(self.batches[split]).cpu().numpy()
+        made = kept or {split: self.program.reference(one).tolist() for split, one in self.batches.items()}
+        self._reference = made | {"about": about}
+        for split, batches in self.batches.items():
+            pairs: Any = batches.sampler
+            pairs.reference = np.array(made[split])
 
     def train(self) -> dict[str, Any]:
         """As of `TrainingRun`; the reference is kept first."""
         if self.record and self.config.minimized.kind == "dpo":
-            values = {split: made.sampler.reference for split, made in self.batches.items()}
-            with os_errors(f"write {REFERENCE}"), Path(self.config.out, REFERENCE).open("wb") as file:
-                np.savez(file, about=self._about, **values)
+            write_whole(Path(self.config.out, REFERENCE), json.dumps(self._reference), "reference")
         return super().train()
 
     def start_from_weights(self) -> None:
@@ -194,12 +192,12 @@ class ClassRun(TrainingRun):
                 "others": partial(written, self.program)}  # fmt: skip
 
 
-def _kept_reference(file: Path, about: str) -> dict[str, np.ndarray] | None:
+def _kept_reference(file: Path, about: str) -> dict[str, Any] | None:
     """References that an earlier start of a run has kept, of these pairs; None without them."""
     try:
-        with np.load(file) as values:
-            return dict(values) if str(values["about"]) == about else None
-    except (OSError, ValueError, KeyError):
+        made = json.loads(file.read_bytes())
+        return dict(made) if made["about"] == about else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -1,6 +1,6 @@
-"""Losses of a model by its class of transformers: each maps a micro-batch's rows to (sum, what it is summed over).
+"""Losses of a model by its class of transformers: from a micro-batch's rows to (sum, what it is summed over).
 
-Sums are divided by the number over all ranks, however many each has.
+Sums are divided by the number over all ranks, however many a rank has.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Rows(NamedTuple):
     """[B] of preference pairs: log p(chosen) - log p(rejected) of the reference, fp64."""
 
 
-Loss = Callable[[Any, Rows], tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Rows], tuple[Tensor, Tensor | int]]
 
 
 def loss_of(config: LossConfig, teacher: nn.Module | None = None) -> Loss:
     """The loss of a configuration. teacher: of a distillation, whole on every rank."""
     if config.kind == "dpo":
         return partial(preference_loss, beta=config.beta)
-    if config.kind == "distill":
+    if config.kind == "distill" and teacher is not None:
         return partial(distillation_loss, teacher=teacher, temperature=config.temperature)
     return token_loss
 
@@ -58,7 +58,7 @@ def token_loss(run: Any, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def margins(run: Any, rows: Rows) -> Tensor:
-    """log p(chosen) - log p(rejected) of each pair [B], which has one half of a row per answer, as its own sequence."""
+    """log p(chosen) - log p(rejected) of every pair [B], which has one half of a row per answer: a sequence alone."""
     halves = Rows(*(x.unflatten(1, (2, -1)).flatten(0, 1) for x in (rows.ids, rows.targets)))
     logits = _logits(run, halves).transpose(1, 2)
     losses = F.cross_entropy(logits, halves.targets, reduction="none", ignore_index=IGNORED).sum(1)
