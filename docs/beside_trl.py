@@ -22,7 +22,7 @@ from shardwise.data import Corpus, prepare
 from shardwise.data.dialogues import stored
 from shardwise.layout import Layout
 from shardwise.runtime.module.class_model import ClassModel
-from shardwise.runtime.module.losses import Rows, margins, preference_loss, token_loss
+from shardwise.runtime.module.losses import LossRows, margins, preference_loss, token_loss
 
 SEQ, BETA = 256, 0.1
 Sequences = list[tuple[list[int], list[int]]]
@@ -41,14 +41,14 @@ def ours(corpus: Corpus) -> Sequences:
     return [((part // 2).tolist(), (part & 1).tolist()) for part in parts]
 
 
-def rows_of(corpus: Corpus, packed: bool) -> Rows:
+def rows_of(corpus: Corpus, packed: bool) -> LossRows:
     """All rows of both splits."""
     made = []
     for split in ("train", "validation"):
         sampler = corpus.sampler(split, SEQ, 0, packed)
         made.append(sampler.rows(np.arange(sampler.windows)))
     tensors = {name: torch.from_numpy(np.concatenate([rows[name] for rows in made])) for name in made[0]}
-    return Rows(tensors["inputs"], tensors["targets"], tensors.get("positions"))
+    return LossRows(tensors["inputs"], tensors["targets"], tensors.get("positions"))
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:

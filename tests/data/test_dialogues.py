@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from harness.cases import from_table
 from harness.dialogues import END, IGNORED, START, chats, pairs, turn, write_records, write_tokenizer
 from shardwise.data import Corpus, open_source, prepare
-from shardwise.data.dialogues import Rows, stored
+from shardwise.data.dialogues import DialogueRows, stored
 from shardwise.errors import UserError
 
 
@@ -97,9 +97,9 @@ def test_rows_have_every_dialogue_once_and_keep_them_apart(lengths, seq, packed,
         answers[k] = max(0, min(prompt + answer, seq + 1) - prompt)
     if not any(answers.values()):
         with pytest.raises(UserError, match="no answer begins"):
-            Rows(np.array(numbers), "chat", seq, seed, packed)
+            DialogueRows(np.array(numbers), "chat", seq, seed, packed)
         return
-    rows = Rows(np.array(numbers), "chat", seq, seed, packed)
+    rows = DialogueRows(np.array(numbers), "chat", seq, seed, packed)
     batch = rows.batch(np.arange(rows.windows))
     inputs, targets = batch["inputs"], batch["targets"]
     counts = targets != IGNORED

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.dialogues import DialogueEncoder, Rows, answer_tokens
+from shardwise.data.dialogues import DialogueEncoder, DialogueRows, answer_tokens
 from shardwise.data.sampler import Sampler
 from shardwise.data.sources import Shape, Source, open_source, suffix
 from shardwise.data.splits import SPLITS, Split, SplitFiles
@@ -110,12 +110,12 @@ class Corpus:
         """All token ids of a split, memory-mapped and read-only: [token_counts[split]], uint16 or uint32."""
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
 
-    def sampler(self, split: Split, seq: int, seed: int, isolate: bool) -> Sampler | Rows:
+    def sampler(self, split: Split, seq: int, seed: int, isolate: bool) -> Sampler | DialogueRows:
         """Samples of a split. isolate: with the documents of a row; dialogues are then packed. Raises `UserError` where
         there is none of `seq` tokens."""
         if self.shape == "text":
             return Sampler(self.tokens(split), seq, seed, eos=self.eos if isolate else None)
-        return Rows(self.tokens(split), self.shape, seq, seed, packed=isolate)
+        return DialogueRows(self.tokens(split), self.shape, seq, seed, packed=isolate)
 
     def unigram_entropy(self, split: Split = "validation") -> float:
         """Entropy of the split's own token frequencies, of dialogues those of answers, in nats a token.
@@ -165,13 +165,7 @@ def prepare(
         "text_field": text_field,
     }
     if material.shape != "text":
-        if tokenizer is None:
-            tokenizer = kept if kept is not None and kept.is_file() else None
-        if tokenizer is None:
-            raise UserError(
-                f"{source} has dialogues, which need a tokenizer: give --tokenizer the folder of a model, with its "
-                "chat template, or --weights"
-            )
+        tokenizer = _of_dialogues(source, tokenizer, kept)
         settings |= {"dialogues": [material.shape, read_template(tokenizer_file(tokenizer).parent)]}
     text = _digest(material, max_bytes, say)
     fingerprint = _fingerprint(text, settings, tokenizer, vocab)
@@ -193,6 +187,18 @@ def prepare(
         return _publish(Path(out), name, lambda folder: made.write(folder, tokenizer, vocab, fingerprint))
     except OSError as error:
         raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from None
+
+
+def _of_dialogues(source: str, tokenizer: Path | None, kept: Path | None) -> Path:
+    """The tokenizer of dialogues, for which none is trained. Raises `UserError` without one."""
+    if tokenizer is None and kept is not None and kept.is_file():
+        return kept
+    if tokenizer is None:
+        raise UserError(
+            f"{source} has dialogues, which need a tokenizer: give --tokenizer the folder of a model, with its chat "
+            "template, or --weights"
+        )
+    return tokenizer
 
 
 def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:

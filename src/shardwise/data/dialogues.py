@@ -160,7 +160,7 @@ def answer_tokens(tokens: NDArray[Any]) -> NDArray[np.int64]:
     return chosen
 
 
-class Rows:
+class DialogueRows:
     """Rows of `seq` tokens of a corpus of dialogues, in place of `Sampler`'s windows, and in its order.
 
     packed: as many dialogues in a row as fit, every one with positions from 0; else one. Pairs have the chosen dialogue

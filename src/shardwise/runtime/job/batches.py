@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data import Sampler
-from shardwise.data.dialogues import Rows
+from shardwise.data.dialogues import DialogueRows
 from shardwise.decoder import Batch
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.job.setup import local_view
@@ -14,7 +14,7 @@ from shardwise.runtime.job.setup import local_view
 class Batches:
     """Micro-batches of `sampler`'s sequences for one rank. data_rank: its place among the data-parallel ranks."""
 
-    def __init__(self, plan: UnitPlan, sampler: Sampler | Rows, data_rank: int, device: torch.device) -> None:
+    def __init__(self, plan: UnitPlan, sampler: Sampler | DialogueRows, data_rank: int, device: torch.device) -> None:
         self.plan, self.sampler, self.data_rank, self.device = plan, sampler, data_rank, device
 
     def step(

@@ -30,7 +30,7 @@ from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
 from shardwise.runtime.module.legality import check_described
-from shardwise.runtime.module.losses import Loss, Rows, loss_of, margins, token_loss
+from shardwise.runtime.module.losses import Loss, LossRows, loss_of, margins, token_loss
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.trace import trace
 from shardwise.runtime.offload.file import Kept
@@ -70,7 +70,7 @@ class ClassProgram(ModuleProgram):
         loss, count = self._over_ranks(sums, "validation").tolist()
         return loss, int(count)
 
-    def judge(self, function: Callable[[Any, Rows], Any], rows: Rows) -> Any:
+    def judge(self, function: Callable[[Any, LossRows], Any], rows: LossRows) -> Any:
         """A function of a forward pass and its rows, without gradients and dropout; under a pipeline None but on the
         last stage."""
         self.module.eval()
@@ -104,9 +104,9 @@ class ClassProgram(ModuleProgram):
         return sums
 
 
-def rows_of(batch: Batch, targets: Tensor) -> Rows:
+def rows_of(batch: Batch, targets: Tensor) -> LossRows:
     """A micro-batch as its loss takes it."""
-    return Rows(batch.ids, targets, None if batch.documents is None else batch.positions, batch.reference)
+    return LossRows(batch.ids, targets, None if batch.documents is None else batch.positions, batch.reference)
 
 
 class ClassRun(TrainingRun):
@@ -246,7 +246,7 @@ def traced(config: TrainConfig) -> Blueprint:
     split = model.divided(layout, config.class_plan, config.class_parts)
     ids, dpo = torch.zeros(layout.micro, config.workload.seq, dtype=torch.int64), config.minimized.kind == "dpo"
     packed, reference = config.workload.isolate_documents, torch.zeros(layout.micro, dtype=torch.float64)
-    rows = Rows(ids, ids, ids if packed else None, reference if dpo else None)
+    rows = LossRows(ids, ids, ids if packed else None, reference if dpo else None)
     return trace(
         split.module, rows, split.plan, loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp],
         precisions=[layout.precision],

@@ -17,7 +17,7 @@ from shardwise.runtime.job.losses import LossConfig
 from shardwise.runtime.tensor.loss import IGNORED
 
 
-class Rows(NamedTuple):
+class LossRows(NamedTuple):
     """A micro-batch of B rows of S tokens."""
 
     ids: Tensor
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     """[B] of preference pairs: log p(chosen) - log p(rejected) of the reference, fp64."""
 
 
-Loss = Callable[[Any, Rows], tuple[Tensor, Tensor | int]]
+Loss = Callable[[Any, LossRows], tuple[Tensor, Tensor | int]]
 
 
 def loss_of(config: LossConfig, teacher: nn.Module | None = None) -> Loss:
@@ -42,30 +42,30 @@ def loss_of(config: LossConfig, teacher: nn.Module | None = None) -> Loss:
     return token_loss
 
 
-def _logits(run: Any, rows: Rows) -> Tensor:
+def _logits(run: Any, rows: LossRows) -> Tensor:
     """[B, S, vocabulary], in fp32 at least."""
     more = {} if rows.positions is None else {"position_ids": rows.positions}
     logits: Tensor = run(input_ids=rows.ids, use_cache=False, **more).logits
     return logits.float() if logits.dtype.itemsize < 4 else logits
 
 
-def token_loss(run: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+def token_loss(run: Any, rows: LossRows) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the tokens that count, and their number. rows: a pair (ids, targets) will do, too."""
-    rows = Rows(*rows)
+    rows = LossRows(*rows)
     logits = _logits(run, rows).flatten(0, 1)
     loss = F.cross_entropy(logits, rows.targets.flatten(), reduction="sum", ignore_index=IGNORED)
     return loss, (rows.targets != IGNORED).sum()
 
 
-def margins(run: Any, rows: Rows) -> Tensor:
+def margins(run: Any, rows: LossRows) -> Tensor:
     """log p(chosen) - log p(rejected) of every pair [B], which has one half of a row per answer: a sequence alone."""
-    halves = Rows(*(x.unflatten(1, (2, -1)).flatten(0, 1) for x in (rows.ids, rows.targets)))
+    halves = LossRows(*(x.unflatten(1, (2, -1)).flatten(0, 1) for x in (rows.ids, rows.targets)))
     logits = _logits(run, halves).transpose(1, 2)
     losses = F.cross_entropy(logits, halves.targets, reduction="none", ignore_index=IGNORED).sum(1)
     return losses[1::2] - losses[::2]
 
 
-def preference_loss(run: Any, rows: Rows, beta: float) -> tuple[Tensor, int]:
+def preference_loss(run: Any, rows: LossRows, beta: float) -> tuple[Tensor, int]:
     """-log sigmoid of beta times by how much more than the reference the model prefers the chosen answers, summed over
     the pairs, and their number."""
     made = margins(run, rows)
@@ -73,7 +73,7 @@ def preference_loss(run: Any, rows: Rows, beta: float) -> tuple[Tensor, int]:
     return F.softplus(-beta * (made - before)).sum(), len(made)
 
 
-def distillation_loss(run: Any, rows: Rows, teacher: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
+def distillation_loss(run: Any, rows: LossRows, teacher: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
     """temperature² KL(teacher || model) of both distributions at that temperature, summed over the tokens that count,
     and their number."""
     counts = rows.targets != IGNORED
