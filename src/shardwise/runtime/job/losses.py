@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.model.huggingface import to_huggingface
-from shardwise.model.shapes.reader import read_shapes
 from shardwise.options import check_fields, option
 
 if TYPE_CHECKING:
@@ -80,5 +78,8 @@ def by_class(model: ModelConfig) -> ModelConfig:
     """The model by its class of transformers, which losses other than cross-entropy need."""
     if model.counted is not None:
         return model
+    from shardwise.model.huggingface import to_huggingface
+    from shardwise.model.shapes.reader import read_shapes
+
     data = to_huggingface(replace(model, lora=None))
     return replace(read_shapes(data, model.name, model.name, "its class computes its loss"), lora=model.lora)
