@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.calls import in_python
+from shardwise.data.sources import open_source
 from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, fewer_ranks
 from shardwise.layout.legality import suited
@@ -39,6 +40,7 @@ from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.hosts import HostFile
 from shardwise.runtime.job.launch import DIVERGED, INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
 from shardwise.runtime.job.locks import run_lock
+from shardwise.runtime.job.losses import LossConfig, by_class
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
 
@@ -270,8 +272,15 @@ def configure(
 def _checked(values: dict[str, Any]) -> TrainConfig:
     """The configuration of these fields, where layout and paths may be texts. Raises `UserError`."""
     model, layout, workload = values["model"], values["layout"], values["workload"]
-    layout, _ = suited(Layout.of(layout), model)
     check_type("workload", workload, Workload)
+    shape = None
+    if not values.get("corpus"):
+        shape = open_source(str(values["data"]), values.get("text_field", "text")).shape
+        values["loss"] = values.get("loss") or {"text": "", "chat": "sft", "pairs": "dpo"}[shape]
+        loss = LossConfig.parse(values["loss"])
+        loss.check(shape, Layout.of(layout), model, values.get("report", False))
+        model = values["model"] = by_class(model) if loss.kind != "sft" else model
+    layout, _ = suited(Layout.of(layout), model)
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")
     if values.get("adapters") is not None and values.get("resume") is None:
@@ -280,6 +289,8 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
         model = values["model"] = PeftAdapters.open(Path(values["adapters"]), model).model
         values["adapters"] = str(values["adapters"])
     check_run(layout, model, workload)
+    if shape not in (None, "text"):
+        values["workload"] = replace(workload, isolate_documents=shape == "chat" and _isolates(model, layout))
     values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}
     if values.get("weights") is not None and values.get("resume") is None:
         values |= _starting_from(Path(values["weights"]), model, values.get("tokenizer"))
@@ -296,6 +307,15 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
 
         config = planned(config)
     return config
+
+
+def _isolates(model: ModelConfig, layout: Layout) -> bool:
+    """Whether dialogues can share a row without seeing each other."""
+    if model.counted is None:
+        return True
+    from shardwise.runtime.module.class_model import ClassModel
+
+    return ClassModel.of(model).isolates_documents(layout)
 
 
 def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **changes: Any) -> TrainConfig:
@@ -388,10 +408,8 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _check_inputs(config: TrainConfig) -> None:
     if not config.corpus:
-        from shardwise.data.sources import open_source
         from shardwise.data.tokenizer import tokenizer_file
 
-        open_source(config.data, config.text_field)
         if config.tokenizer is not None:
             tokenizer_file(Path(config.tokenizer))
     require("training", "torch", "tokenizers")

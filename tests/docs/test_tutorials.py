@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.dialogues import chats, pairs, write_chat_model, write_records
 from harness.documents import ROOT, blocks, commands, run
 from harness.hosts import needs_hosts
 from harness.today import some_of
@@ -21,6 +22,7 @@ PAGES = (
     "lab",
     "emit",
     "certify",
+    "tuning",
 )
 pytestmark = pytest.mark.usefixtures("leftovers")
 
@@ -32,6 +34,10 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     for name in ("text.txt", "book.txt"):  # what pages call the reader's own text
         (tmp_path / name).write_text(text * 20)
+    if page == "tuning":
+        write_chat_model(tmp_path / "chat-model")
+        write_records(tmp_path / "chat.jsonl", chats(60))
+        write_records(tmp_path / "pairs.jsonl", pairs(40))
     quoted = commands(text)
     assert quoted and {command[0] for command in quoted} == {"shardwise"}
     assert all(run(*command, cwd=tmp_path) for command in quoted)

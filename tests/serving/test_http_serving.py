@@ -23,6 +23,8 @@ from described_requests import ASKED, changed, is_described, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness import forked
+from harness.dialogues import turn, write_records, write_tokenizer
 from harness.today import EVERYTHING
 from shardwise.serving.service import PRIMITIVES
 
@@ -340,3 +342,25 @@ def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(model, tmp_pa
         code, err = served.end()
     assert code == 0 and "SIGTERM: 1 running request(s)" in err and err.endswith("stopped\n")
     assert not list(tmp_path.iterdir()), "something is left"
+
+
+def test_a_model_answers_in_the_format_that_it_has_learned(tmp_path: Path) -> None:
+    """Trained on dialogues, served from its run with the tokenizer's template."""
+    colors = {"sky": "blue", "grass": "green", "coal": "black", "snow": "white"}
+    asked = {thing: [turn("user", f"What color is {thing}?")] for thing in colors}
+    records = [{"messages": [*asked[k], turn("assistant", json.dumps({"color": v}))]} for k, v in colors.items()] * 20
+    write_tokenizer(tmp_path / "tok", records)
+    write_records(tmp_path / "format.jsonl", records)
+    words = ["--data", "format.jsonl", "--tokenizer", "tok", "--vocab", "304", "--seq", "128", "--batch", "8"]
+    small = "layers=2,hidden=64,heads=4,kv_heads=2,ffn=128"
+    settings = ["--set", small, "--steps", "60", "--lr", "1e-2", "--layout", "dp=2", "--no-tensorboard"]
+    done = forked.shardwise("train", "llama-3-8b", *words, *settings, "--out", "run",
+                            environment={"OMP_NUM_THREADS": "1"}, timeout=240, folder=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with serve(tmp_path / "run", tmp_path) as served:
+        for thing, color in colors.items():
+            made = served.client.chat.completions.create(
+                model="run", messages=asked[thing], temperature=0, max_tokens=24
+            )
+            assert made.choices[0].finish_reason == "stop"
+            assert json.loads(made.choices[0].message.content) == {"color": color}

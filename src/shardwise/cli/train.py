@@ -32,7 +32,8 @@ class DataOptions(ConfigOptions, ModelOptions):
 
     title = "model, data and layout"
     borrowed = borrow(
-        (TrainConfig, "layout data text_field max_bytes tokenizer steps"), (Workload, "seq batch isolate_documents")
+        (TrainConfig, "layout data text_field max_bytes tokenizer loss steps"),
+        (Workload, "seq batch isolate_documents"),
     )
     plan: str | None = arg(
         "take model, layout, --seq, --batch and --optimizer from a file that `plan --out` wrote",
@@ -66,7 +67,7 @@ class RunOptions(LoraOptions):
     resume: Path | None = arg(
         "resume a run or a checkpoint, with its settings and its text (other text: --data)",
         "DIR",
-        excludes="model set vocab seq batch isolate_documents optimizer lr momentum warmup weight_decay clip lora",
+        excludes="model set vocab seq batch isolate_documents optimizer lr momentum warmup weight_decay clip lora loss",
         idle="is a setting of the run that is resumed, which keeps its model and settings: leave it out",
     )
 

@@ -2,6 +2,7 @@
 
     OUT/corpus-FINGERPRINT/
         train.bin, validation.bin   token ids, uint16 or uint32, little endian, documents end with the end-of-text token
+                                    (dialogues: `dialogues.py`)
         tokenizer.json              the tokenizer that made them
         corpus.json                 counts, dtype, ids, source, fingerprint
 
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.sources import Source, open_source, suffix
+from shardwise.data.dialogues import DialogueEncoder, DialogueRows, answer_tokens
+from shardwise.data.sampler import Sampler
+from shardwise.data.sources import Shape, Source, open_source, suffix
 from shardwise.data.splits import SPLITS, Split, SplitFiles
 from shardwise.data.tokenizer import (
     SAMPLE_BYTES,
@@ -32,6 +35,7 @@ from shardwise.data.tokenizer import (
     load,
     named_end,
     pieces,
+    read_template,
     sample,
     tokenizer_file,
     train,
@@ -74,6 +78,8 @@ class Corpus:
     text_bytes: int
     token_counts: dict[str, int]
     document_counts: dict[str, int]
+    shape: Shape = "text"
+    """What a document is: a text, a dialogue (chat) or a pair of dialogues (pairs)."""
 
     @classmethod
     def open(cls, path: Path) -> Corpus:
@@ -104,12 +110,19 @@ class Corpus:
         """All token ids of a split, memory-mapped and read-only: [token_counts[split]], uint16 or uint32."""
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
 
+    def sampler(self, split: Split, seq: int, seed: int, isolate: bool) -> Sampler | DialogueRows:
+        """Samples of a split. isolate: with the documents of a row; dialogues are then packed. Raises `UserError` where
+        there is none of `seq` tokens."""
+        if self.shape == "text":
+            return Sampler(self.tokens(split), seq, seed, eos=self.eos if isolate else None)
+        return DialogueRows(self.tokens(split), self.shape, seq, seed, packed=isolate)
+
     def unigram_entropy(self, split: Split = "validation") -> float:
-        """Entropy of the split's own token frequencies, in nats a token.
+        """Entropy of the split's own token frequencies, of dialogues those of answers, in nats a token.
 
         No model that ignores context has a lower loss on this text: a lower loss means that context was learned.
         """
-        tokens = self.tokens(split)
+        tokens = self.tokens(split) if self.shape == "text" else answer_tokens(self.tokens(split))
         counts = np.zeros(self.vocab_size, np.int64)
         for start in range(0, len(tokens), _BATCH):
             counts += np.bincount(tokens[start : start + _BATCH], minlength=self.vocab_size)
@@ -146,7 +159,14 @@ def prepare(
     if max_bytes is not None and max_bytes < 1:
         raise UserError(f"a limit of {max_bytes} bytes leaves no text; give at least 1, or no limit")
     material = open_source(source, text_field)
-    settings = {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "text_field": text_field}
+    settings: dict[str, Any] = {
+        "validation_fraction": validation_fraction,
+        "max_bytes": max_bytes,
+        "text_field": text_field,
+    }
+    if material.shape != "text":
+        tokenizer = _of_dialogues(source, tokenizer, kept)
+        settings |= {"dialogues": [material.shape, read_template(tokenizer_file(tokenizer).parent)]}
     text = _digest(material, max_bytes, say)
     fingerprint = _fingerprint(text, settings, tokenizer, vocab)
     if only is not None and fingerprint != only:
@@ -167,6 +187,18 @@ def prepare(
         return _publish(Path(out), name, lambda folder: made.write(folder, tokenizer, vocab, fingerprint))
     except OSError as error:
         raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from None
+
+
+def _of_dialogues(source: str, tokenizer: Path | None, kept: Path | None) -> Path:
+    """The tokenizer of dialogues, for which none is trained. Raises `UserError` without one."""
+    if tokenizer is None and kept is not None and kept.is_file():
+        return kept
+    if tokenizer is None:
+        raise UserError(
+            f"{source} has dialogues, which need a tokenizer: give --tokenizer the folder of a model, with its chat "
+            "template, or --weights"
+        )
+    return tokenizer
 
 
 def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:
@@ -266,24 +298,32 @@ class _Preparation:
 
     def write(self, folder: Path, tokenizer_path: Path | None, vocab: int, fingerprint: str) -> None:
         """Fill `folder`, `corpus.json` last."""
+        shape, dialogues = self.source.shape, None
         if tokenizer_path is None:
             tokenizer, name = self._train(vocab), "the trained tokenizer"
         else:
             tokenizer, name = load(tokenizer_path), str(tokenizer_path)
         beside = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
         eos, vocab_size = end_of_text(tokenizer, name, beside), vocabulary_size(tokenizer)
-        dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+        dtype = "<u2" if vocab_size <= 1 << 16 and shape == "text" else "<u4"
+        encoded = self._encoded(tokenizer, eos)
+        if shape != "text" and tokenizer_path is not None:
+            dialogues = DialogueEncoder(tokenizer_path, shape)
+            encoded = self._dialogues(dialogues)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
         with SplitFiles(folder, dtype, self.fraction) as files:
-            for index, ids in self._encoded(tokenizer, eos):
+            for index, ids in encoded:
                 files.add(index, ids)
-            files.finish()
+            files.finish(divides=dialogues is None)
         if self.skipped:
             self.say(f"skipped {len(self.skipped)} files without UTF-8 text, such as {self.skipped[0]}")
         tokens, documents = files.tokens, files.documents
-        self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
+        if dialogues is None:
+            self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
+        else:
+            self.say(dialogues.summary(sum(documents.values())))
         corpus = Corpus(
-            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents
+            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents, shape
         )
         data = {"format": FORMAT, **asdict(corpus)}
         del data["path"]
@@ -298,6 +338,12 @@ class _Preparation:
         if made < vocab:
             self.say(f"the text is too little for {vocab} tokens: the tokenizer has {made}")
         return tokenizer
+
+    def _dialogues(self, encoder: DialogueEncoder) -> Iterator[tuple[int, list[int]]]:
+        for index, text in enumerate(_limited(self.source, self.max_bytes, self.skipped)):
+            self.text_bytes += len(text.encode())
+            if ids := encoder.encode(json.loads(text), f"record {index + 1} of {self.source.name}"):
+                yield index, ids
 
     def _pieces(self) -> Iterator[tuple[int, str, bool]]:
         self.text_bytes = reported = 0
@@ -332,8 +378,9 @@ def _limited(source: Source, max_bytes: int | None, skipped: list[str] | None = 
             continue
         data = text.encode()
         if len(data) >= left:
-            # A character that the limit cuts through is dropped.
-            yield data[:left].decode(errors="ignore")
+            # A character that the limit cuts through is dropped, and so is a record.
+            if source.shape == "text" or len(data) == left:
+                yield data[:left].decode(errors="ignore")
             return
         yield text
         left -= len(data)

@@ -104,6 +104,10 @@ class Sampler:
             )
         self.tokens, self.seq, self.seed, self.eos = tokens, seq, seed, eos
 
+    def summary(self) -> str:
+        """What is remarkable about its windows: nothing."""
+        return ""
+
     def window(self, indices: ArrayLike) -> NDArray[np.int64]:
         """The window, in 0 .. windows - 1, that each global sample index >= 0 falls on; int64 of the same shape."""
         index = np.asarray(indices, np.int64)

@@ -4,7 +4,8 @@ A source is a path, or the word `stdlib`:
 
 - a text file is one document;
 - `.jsonl` and `.ndjson` files hold one JSON object a line, `.csv` and `.tsv` files a header and rows, `.parquet` files
-  rows: one document per record, in the field or column `text_field`;
+  rows: one document per record, in the field or column `text_field`. Where the first record has dialogues instead, each
+  record is a document, as JSON (`dialogues.py` has their shapes);
 - files with `.gz` after one of these suffixes are the same, compressed (Parquet is compressed inside);
 - a folder is read recursively in sorted order, each file by its suffix, without hidden files, files that are not
   text, and corpora that `prepare` left there;
@@ -22,7 +23,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -40,6 +41,13 @@ _MOST_CELL = 1 << 28
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 Kind = Literal["file", "folder", "dataset", "stdlib"]
+Shape = Literal["text", "chat", "pairs"]
+_SHAPES: tuple[tuple[Shape, set[str]], ...] = (
+    ("pairs", {"chosen", "rejected"}),
+    ("chat", {"messages"}),
+    ("chat", {"prompt", "completion"}),
+)
+"""Fields of a record -> the shape of the data; text without them."""
 
 
 class _NotTextError(UserError):
@@ -64,6 +72,7 @@ class Source:
     root: Path
     files: tuple[SourceFile, ...]
     text_field: str
+    shape: Shape = "text"
 
     @property
     def size(self) -> int:
@@ -93,12 +102,13 @@ class Source:
             raise UserError(f"no text in {self.name}: {files}{reason}; give files of UTF-8 text")
 
     def _documents(self, skipped: list[str], most: int | None) -> Iterator[str]:
+        field = self.text_field if self.shape == "text" else None
         if self.kind == "dataset":
-            yield from _dataset(self.root, self.text_field)
+            yield from _dataset(self.root, field)
             return
         for file in self.files:
             try:
-                yield from _file(file.path, self.text_field, most)
+                yield from _file(file.path, field, most)
             except _NotTextError as error:
                 if self.kind == "file":
                     raise
@@ -107,16 +117,32 @@ class Source:
 
 
 def open_source(source: str, text_field: str = "text") -> Source:
-    """Find the files of a source without reading them.
+    """Find the files of a source, and the shape of their data by the first record.
 
     source: a path, or `stdlib`. text_field: the field, or column, that holds the text of JSONL, CSV, Parquet and
     datasets.
     Raises `UserError` when there is nothing at that path, or nothing in it.
     """
     try:
-        return _open(source, text_field)
+        opened = _open(source, text_field)
+        return replace(opened, shape=_shape(opened))
     except OSError as error:
         raise UserError(f"cannot read {error.filename or source}: {error.strerror}") from None
+
+
+def _shape(source: Source) -> Shape:
+    """The shape of a source's data. A first record that cannot be read is reported when all are."""
+    files = [file.path for file in source.files if _has_records(file.path)]
+    try:
+        rows = _dataset(source.root, None) if source.kind == "dataset" else _file(files[0], None, None)
+        names = json.loads(next(iter(rows))).keys()
+    except (UserError, IndexError, StopIteration, ValueError):
+        return "text"
+    return next((shape for shape, fields in _SHAPES if fields <= names and source.text_field not in names), "text")
+
+
+def _has_records(path: Path) -> bool:
+    return suffix(path).removesuffix(GZIP_SUFFIX) in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES)
 
 
 def _open(source: str, text_field: str) -> Source:
@@ -193,13 +219,16 @@ def suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() + last if last == GZIP_SUFFIX else last
 
 
-def _file(path: Path, text_field: str, most: int | None) -> Iterator[str]:
-    """The documents of one file, by its suffix. most: as in `Source.documents`."""
+def _file(path: Path, text_field: str | None, most: int | None) -> Iterator[str]:
+    """The documents of one file, by its suffix; records as JSON where there is no `text_field`. most: as in
+    `Source.documents`."""
     kind = suffix(path).removesuffix(GZIP_SUFFIX)
     try:
+        if text_field is None and kind not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
+            raise _NotTextError(f"{path} has no records of dialogues; give .jsonl or .parquet files")
         if kind in JSONL_SUFFIXES:
             yield from _jsonl(path, text_field)
-        elif kind in CSV_SUFFIXES:
+        elif kind in CSV_SUFFIXES and text_field is not None:
             cells = _csv(path, text_field, "\t" if kind == ".tsv" else ",;\t")
             yield from _text_column(cells, path, text_field)
         elif kind in PARQUET_SUFFIXES:
@@ -250,7 +279,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise UserError(f"{error}; the last whole line is {number}") from None
 
 
-def _jsonl(path: Path, text_field: str) -> Iterator[str]:
+def _jsonl(path: Path, text_field: str | None) -> Iterator[str]:
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
@@ -261,7 +290,12 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
             reason = getattr(error, "msg", "too deep, or too long a number")
             raise UserError(f"{place} is not JSON ({reason}); JSONL has one object a line") from None
         if not isinstance(record, dict):
-            raise UserError(f'{place} is not a JSON object but {type(record).__name__}; use {{"{text_field}": ...}}')
+            raise UserError(
+                f'{place} is not a JSON object but {type(record).__name__}; use {{"{text_field or "messages"}": ...}}'
+            )
+        if text_field is None:
+            yield json.dumps(record)
+            continue
         if text_field not in record:
             raise _missing(place, text_field, list(record))
         yield _checked(record[text_field], place, text_field)
@@ -324,11 +358,15 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _parquet(path: Path, text_field: str) -> Iterator[str]:
+def _parquet(path: Path, text_field: str | None) -> Iterator[str]:
     parquet = require("pyarrow.parquet", "data", "reading Parquet")
     arrow = require("pyarrow", "data", "reading Parquet")
     try:
         with parquet.ParquetFile(path) as file:
+            if text_field is None:
+                for batch in file.iter_batches(batch_size=1024):
+                    yield from map(json.dumps, batch.to_pylist())
+                return
             _column(str(path), text_field, file.schema_arrow.names)
             batches = file.iter_batches(batch_size=1024, columns=[text_field])
             columns = (batch.column(0) for batch in batches)
@@ -339,12 +377,15 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
         raise UserError(f"{path} is not readable Parquet: {_first_line(error)}") from None
 
 
-def _dataset(root: Path, text_field: str) -> Iterator[str]:
+def _dataset(root: Path, text_field: str | None) -> Iterator[str]:
     datasets = require("datasets", "data", "reading a saved Hugging Face dataset")
     try:
         dataset = datasets.load_from_disk(str(root))
     except Exception as error:  # datasets, pyarrow, json and the file system each raise their own for a damaged folder
         raise UserError(f"{root} is not a readable saved dataset: {_first_line(error)}") from None
+    if text_field is None:
+        yield from map(json.dumps, dataset.with_format(None))
+        return
     _column(str(root), text_field, dataset.column_names)
     batches = dataset.with_format(None).select_columns([text_field]).iter(batch_size=1024)
     yield from _rows((batch[text_field] for batch in batches), root, text_field)

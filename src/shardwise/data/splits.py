@@ -41,11 +41,14 @@ class SplitFiles:
         self.last_length[split] += len(ids)
         self.tokens[split] += len(ids)
 
-    def finish(self) -> None:
-        """Give an empty split something, and bring both files to the disk. Raises `UserError` without two tokens."""
+    def finish(self, divides: bool = True) -> None:
+        """Give an empty split something, and bring both files to the disk. divides: a single document gives some of
+        its tokens. Raises `UserError` without two tokens, or two documents that do not divide."""
         full: Split = "train" if self.tokens["train"] else "validation"
         empty: Split = "validation" if full == "train" else "train"
         if not self.tokens[empty]:
+            if self.documents[full] < 2 and not divides:
+                raise UserError("training and validation need two records with answers at least")
             if self.documents[full] > 1:
                 self._move(self.last_length[full], full, empty)
                 self.documents = {full: self.documents[full] - 1, empty: 1}

@@ -55,6 +55,44 @@ def token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _configured(file: Path) -> dict[str, Any]:
+    """Contents of a file beside the tokenizer; empty without one. Raises `UserError`."""
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not a tokenizer's configuration: it should be a JSON object")
+    return config
+
+
+def read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """(source of a chat template, texts of the named tokens); chat_template.jinja comes before tokenizer_config.json.
+    Raises `UserError` for a damaged file."""
+    config = _configured(folder / "tokenizer_config.json")
+    older = _configured(folder / "special_tokens_map.json")
+    names = {}
+    for name in _NAMED:
+        if (token := token_text(config.get(name, older.get(name)))) is not None:
+            names[name] = token
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8"), names
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return (template if isinstance(template, str) else None), names
+
+
 def _content(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -39,6 +39,8 @@ class Batch:
     stream_positions: Tensor
     stream_index: Tensor
     dropout_key: int | None = None
+    reference: Tensor | None = None
+    """Of preference pairs [B]: log p(chosen) - log p(rejected) of the reference."""
     auxiliary: float = 0.0
     """Share of one sequence in the step's auxiliary losses of routers; 0 where nothing is trained."""
     pool: int = 1

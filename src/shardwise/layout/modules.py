@@ -70,13 +70,10 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
         raise LayoutError(f"{name}: {reason}")
     if model.lora:
         check_adapters(layout, model, workload)
-    if workload.isolate_documents:
-        raise LayoutError(
-            f"{name}: its class of transformers attends across the documents of a packed sequence: leave out "
-            "--isolate-documents"
-        )
     if layout.sp and workload.seq % layout.tp:
         raise LayoutError(f"sequences of {workload.seq} tokens cannot be cut into tp = {layout.tp} equal pieces")
+    if cuts_sequences(layout) and workload.isolate_documents:
+        raise LayoutError(f"{name}: cp cuts attention without masks, and documents are kept apart by one: leave cp out")
     if cuts_sequences(layout) and any(c.kind == "linear" or 0 < c.window < workload.seq for c in model.counted.caches):
         raise LayoutError(f"{name}: cp cuts causal attention, and layers have windows or states: leave cp out")
     if (padded := SequenceCut.of(layout, workload.seq).padded) != workload.seq:

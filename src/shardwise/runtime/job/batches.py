@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data import Sampler
+from shardwise.data.dialogues import DialogueRows
 from shardwise.decoder import Batch
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.job.setup import local_view
@@ -13,7 +14,7 @@ from shardwise.runtime.job.setup import local_view
 class Batches:
     """Micro-batches of `sampler`'s sequences for one rank. data_rank: its place among the data-parallel ranks."""
 
-    def __init__(self, plan: UnitPlan, sampler: Sampler, data_rank: int, device: torch.device) -> None:
+    def __init__(self, plan: UnitPlan, sampler: Sampler | DialogueRows, data_rank: int, device: torch.device) -> None:
         self.plan, self.sampler, self.data_rank, self.device = plan, sampler, data_rank, device
 
     def step(
@@ -29,7 +30,12 @@ class Batches:
         return [self._micro_batch(np.arange(at, at + micro), dropout_key) for at in range(start, start + share, micro)]
 
     def _micro_batch(self, samples: np.ndarray, dropout_key: int | None) -> tuple[Batch, Tensor]:
-        rows = self.sampler.batch(samples)
+        return self.micro_batch(self.sampler.batch(samples), samples, dropout_key)
+
+    def micro_batch(
+        self, rows: dict[str, np.ndarray], samples: np.ndarray, dropout_key: int | None
+    ) -> tuple[Batch, Tensor]:
+        """One of `rows`, as the sampler gives them, with the global indices of their samples."""
         seq = self.plan.workload.seq
 
         def tensor(array: np.ndarray) -> Tensor:
@@ -39,5 +45,6 @@ class Batches:
         positions = tensor(rows["positions"] if "positions" in rows else np.tile(offsets, (len(samples), 1)))
         index = tensor(samples[:, None] * seq + offsets)
         documents = tensor(rows["documents"]) if "documents" in rows else None
-        batch = Batch(tensor(rows["inputs"]), positions, index, documents, positions, index, dropout_key)
+        reference = tensor(rows["reference"]) if "reference" in rows else None
+        batch = Batch(tensor(rows["inputs"]), positions, index, documents, positions, index, dropout_key, reference)
         return local_view(batch, tensor(rows["targets"]), self.plan)

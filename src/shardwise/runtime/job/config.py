@@ -19,6 +19,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
+from shardwise.runtime.job.losses import LossConfig
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.slow_ranks import emulate_option, slow_option
 
@@ -91,6 +92,10 @@ class TrainConfig(Json):
     tokenizer: str | None = option(None, "a tokenizer.json (default: one is trained on the text)", metavar="FILE")
     text_field: str = option("text", "field of the text in JSONL, CSV, Parquet or a dataset", metavar="NAME", shown="")
     max_bytes: int | None = option(None, "use at most the first N bytes of text", metavar="N", least=1)
+    loss: str = option(
+        "", "sft, dpo[,beta=0.1] or distill,teacher=DIR[,temperature=1]", metavar="TEXT",
+        shown="dpo for preference pairs, else sft",
+    )  # fmt: skip
     seed: int = option(0, "seed of weights, dropout and the order of the text", metavar="N", least=0, most=MOST_SEED)
     optimizer: OptimizerConfig = option(factory=OptimizerConfig)
     validate_every: int = option(0, "steps between validations", metavar="N", least=0, shown="0: at the end")
@@ -144,6 +149,10 @@ class TrainConfig(Json):
                 "an asynchronous save keeps a copy of all state in memory, which state on disk may be too large for: "
                 "leave out --save-async"
             )
+
+    @property
+    def minimized(self) -> LossConfig:
+        return LossConfig.parse(self.loss)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of `step` (from 0) of the run."""

@@ -70,7 +70,7 @@ def _class_file(config: TrainConfig) -> Path:
 
 def _resumed(config: TrainConfig) -> dict[str, Any]:
     """What a resumed run may have of its own. The rest is the checkpoint's, as are the defaults."""
-    without = {*_OWN, "weights", *(() if config.former_corpus else _TEXT)}
+    without = {*_OWN, "weights", "loss", *(() if config.former_corpus else _TEXT)}
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in without}
     present = {name: _absolute(name, value) for name, value in values.items() if value not in (None, ())}
     return present | {"layout": str(config.layout)}
@@ -213,7 +213,8 @@ class RunRecorder:
         result = {"validation_loss": loss, "unigram_entropy": entropy, "validation_s": seconds}
         self.directory.append({"time": time.time(), "step": step, **result})
         self._draw(step, {"validation/loss": loss})
-        self._show(f"step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})")
+        baseline = "no preference" if self.config.minimized.kind == "dpo" else "unigram entropy"
+        self._show(f"step {step:>4}  validation loss {loss:.4f} ({baseline} {entropy:.4f})")
 
     def memory_snapshot(self, events: Sequence[StorageEvent]) -> None:
         """Write storages of the measured step for pytorch.org/memory_viz; a run does not depend on it."""

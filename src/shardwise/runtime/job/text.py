@@ -35,7 +35,6 @@ def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
     Processes that prepare one text at the same moment wait for the first one. Raises `UserError` for unusable text, a
     missing corpus, a tokenizer with more tokens than the model has rows, and text that does not fill one sequence.
     """
-    from shardwise.data import Sampler
     from shardwise.data.splits import SPLITS
 
     corpus = _kept(config, progress) if config.corpus else _prepared(config, progress)
@@ -46,9 +45,13 @@ def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
         )
     for split in SPLITS:
         try:
-            Sampler(corpus.tokens(split), config.workload.seq, config.seed)
+            rows = corpus.sampler(split, config.workload.seq, config.seed, config.workload.isolate_documents)
         except UserError as error:
             raise UserError(f"{config.data}, {split} part: {error}") from None
+        if line := rows.summary():
+            progress(f"{split}: {line}")
+    if corpus.shape != "text":
+        progress(f"loss: {config.loss}")
     former = config.former_corpus
     if former and _say_change(config, corpus, progress):
         former = None

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, DamagedError, with_older
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters, open_weights
-from shardwise.data import Corpus, Sampler
+from shardwise.data import Corpus
+from shardwise.data.splits import SPLITS
 from shardwise.decoder import Batch, random
 from shardwise.decoder.random import initial_values
 from shardwise.errors import DivergedError, NotFiniteError, UserError
@@ -270,12 +271,11 @@ class TrainingRun:
     def _open_corpus(self, plan: UnitPlan) -> None:
         config, corpus = self.config, Corpus.open(Path(self.config.corpus))
         data_rank = Mesh.of(config.layout, self.subject).index(REPLICA + DP, self.rank)
-        eos = corpus.eos if config.workload.isolate_documents else None
-        samplers = {
-            split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
-            for split in ("train", "validation")
+        seq, isolate = config.workload.seq, config.workload.isolate_documents
+        self.batches = {
+            split: Batches(plan, corpus.sampler(split, seq, config.seed, isolate), data_rank, self.device)
+            for split in SPLITS
         }
-        self.batches = {split: Batches(plan, sampler, data_rank, self.device) for split, sampler in samplers.items()}
         self.entropy = corpus.unigram_entropy("validation")
 
     def _kept(self, plan: UnitPlan, folder: Path) -> Kept | None:

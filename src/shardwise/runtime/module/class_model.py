@@ -22,6 +22,7 @@ from shardwise.layout.modules import fewest_micro_batches
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import read_fields, to_huggingface
 from shardwise.model.lora import Lora
+from shardwise.runtime.job.losses import by_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,8 @@ _CHANGES = ("name", "layers", "vocab", "counted", "published_params", "lora")
 """Fields of a model that may differ from those of its config.json."""
 EXACT, ROUNDED = 1e-9, 1e-6
 """Largest error of a verification in float64: of a class, and of one whose code computes in fp32."""
+PACKED = 1e-4
+"""Largest relative difference, in fp32, of a document in a packed row from the document alone."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class ClassModel:
             raise UserError(f"{model.name} is built by its class of transformers: pip install transformers")
         if model.counted is None:
             return cls(to_huggingface(model), model.name, model.lora)
-        before = read_fields(dict(model.counted.source), model.name)
+        before = by_class(read_fields(dict(model.counted.source), model.name))
         for field in fields(model):
             if field.name not in _CHANGES and getattr(model, field.name) != getattr(before, field.name):
                 raise UserError(
@@ -175,6 +178,23 @@ class ClassModel:
         """Whether its class is causal only where a configuration says so, as BERT's, and this one does not."""
         config: Any = module.config
         return "config.is_decoder" in self._source and not getattr(config, "is_decoder", True)
+
+    def isolates_documents(self, layout: Layout) -> bool:
+        """Whether a document does not see the one before it in its row where positions restart with it: tried with a
+        small model of the class."""
+        import torch
+
+        if cuts_sequences(layout) or "position_ids" not in inspect.signature(self.kind.forward).parameters:
+            return False
+        small = replace(self, lora=None).small(replace(layout, ep=1, etp=0))
+        ids, first = small.inputs(1, 12)["input_ids"], 5
+        positions = torch.cat([torch.arange(first), torch.arange(12 - first)])[None]
+        with torch.random.fork_rng([]), torch.no_grad():
+            torch.manual_seed(0)
+            module = small().eval()
+            packed = module(input_ids=ids, position_ids=positions, use_cache=False).logits[:, first:]
+            alone = module(input_ids=ids[:, first:], use_cache=False).logits
+        return bool((packed - alone).norm() < PACKED * alone.norm())
 
     @property
     def _source(self) -> str:

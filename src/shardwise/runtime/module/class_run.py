@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoint
 from shardwise.decoder import Batch
-from shardwise.errors import UserError
+from shardwise.errors import LayoutError, UserError
 from shardwise.layout.axes import DATA, PP, REPLICA
 from shardwise.layout.modules import check_described
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
+from shardwise.report.files import write_whole
 from shardwise.runtime.checkpointing import Position, restore
+from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.job.trainer import TrainingRun
 from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
+from shardwise.runtime.module.losses import Loss, LossRows, loss_of, margins, token_loss
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.trace import trace
 from shardwise.runtime.offload.file import Kept
 from shardwise.runtime.pipeline.program import StepOutcome
-from shardwise.runtime.tensor.loss import IGNORED
 from shardwise.runtime.zero.flat_unit import Values
 
 if TYPE_CHECKING:
     from shardwise.runtime.job.config import TrainConfig
 
-
-def token_loss(run: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(cross-entropy summed over the tokens that count, their number). batch: (tokens [B, S], next tokens [B, S])."""
-    tokens, targets = batch
-    logits = run(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    loss = F.cross_entropy(wide, targets.flatten(), reduction="sum", ignore_index=IGNORED)
-    return loss, (targets != IGNORED).sum()
+REFERENCE = "reference.json"
+"""File of a run: by split, log p(chosen) - log p(rejected) of the reference."""
 
 
 class ClassProgram(ModuleProgram):
     """What `TrainProgram` is to a decoder here, for a class of transformers: it takes the batches of a run's text."""
 
     compile_seconds = 0.0
+    minimized: Loss = staticmethod(token_loss)
 
     def step(  # type: ignore[override]
         self, micro_batches: list[tuple[Batch, Tensor]], lr: float, agrees: bool = True
@@ -57,29 +57,56 @@ class ClassProgram(ModuleProgram):
         before = BuffersBefore(self.module)
         key = micro_batches[0][0].dropout_key or 0
         torch.manual_seed((key + self.comms.index(REPLICA + DATA)) % (1 << 63))
-        pairs = [(batch.ids, targets) for batch, targets in micro_batches]
-        outcome = self.train(self._worker(token_loss, pairs), lr, agrees)
+        outcome = self.train(self._worker(self.minimized, [rows_of(*pair) for pair in micro_batches]), lr, agrees)
         if outcome.skipped:
             before.restore()
         return outcome
 
     def evaluate(self, batch: Batch, targets: Tensor) -> tuple[float, int]:
         """As of `TrainProgram`."""
-        pair, sums = (batch.ids, targets), torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if (result := self.judge(self.minimized, rows_of(batch, targets))) is not None:
+            sums[0], sums[1] = result
+        loss, count = self._over_ranks(sums, "validation").tolist()
+        return loss, int(count)
+
+    def judge(self, function: Callable[[Any, LossRows], Any], rows: LossRows) -> Any:
+        """A function of a forward pass and its rows, without gradients and dropout; under a pipeline None but on the
+        last stage."""
         self.module.eval()
         with torch.no_grad():
             if self.messages is not None:
-                result = self.messages.pass_through(partial(token_loss, self.run, pair), {})
+                result = self.messages.pass_through(partial(function, self.run, rows), {})
             else:
                 self.engine.begin_evaluation()
-                result = token_loss(self.run, pair)
+                result = function(self.run, rows)
         self.module.train()
-        if result is not None:
-            sums[0], sums[1] = result
+        return result
+
+    def reference(self, batches: Batches) -> Tensor:
+        """log p(chosen) - log p(rejected) of every pair of a sampler by the model as it is, fp64 [pairs]. All ranks
+        call it together."""
+        layout, place = self.plan.layout, batches.data_rank
+        pairs: Any = batches.sampler
+        made = torch.zeros(pairs.windows, dtype=torch.float64, device=self.device)
+        for first in range(0, pairs.windows, layout.dp * layout.micro):
+            self.comms.pulse.work("the reference pass")
+            numbers = np.arange(first + place * layout.micro, first + (place + 1) * layout.micro)
+            rows = rows_of(*batches.micro_batch(pairs.rows(numbers % pairs.windows), numbers, None))
+            result, mine = self.judge(margins, rows), numbers < pairs.windows
+            if result is not None:
+                made[numbers[mine]] = result.double()[torch.from_numpy(mine)]
+        return self._over_ranks(made, "reference")
+
+    def _over_ranks(self, sums: Tensor, what: str) -> Tensor:
         with self.comms.in_phase("loss"):
-            self.comms.all_reduce(sums, DATA + PP if self.messages is not None else DATA, "validation")
-        loss, count = sums.tolist()
-        return loss, int(count)
+            self.comms.all_reduce(sums, DATA + PP if self.messages is not None else DATA, what)
+        return sums
+
+
+def rows_of(batch: Batch, targets: Tensor) -> LossRows:
+    """A micro-batch as its loss takes it."""
+    return LossRows(batch.ids, targets, None if batch.documents is None else batch.positions, batch.reference)
 
 
 class ClassRun(TrainingRun):
@@ -105,9 +132,49 @@ class ClassRun(TrainingRun):
             use_exact_products(module)
         place_buffers(module, config.layout, values, self.device)
         module.train()
-        return ClassProgram(
+        program = ClassProgram(
             module, self._split.described, plan, self.comms, config.optimizer, values, self.device, folder, kept
         )  # fmt: skip
+        program.minimized = loss_of(config.minimized, self._teacher())
+        return program
+
+    def _teacher(self) -> nn.Module | None:
+        """The second model of a distillation, whole, in the layout's precision."""
+        if not (path := self.config.minimized.teacher):
+            return None
+        self.pulse.work(f"the reading of {path}")
+        data = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+        teacher = ClassModel(data, path).pretrained(Path(path)).requires_grad_(False).eval()
+        if self.config.layout.precision == "fp64":
+            use_exact_products(teacher)
+        return teacher.to(self.device, getattr(torch, self.config.layout.dtype))
+
+    def _open_corpus(self, plan: UnitPlan) -> None:
+        """With the reference of preference pairs: by the model of the first step, without adapters. A resumed run,
+        whose weights have changed since, has it from its directory. Raises `UserError` where that is not there."""
+        super()._open_corpus(plan)
+        config = self.config
+        if config.minimized.kind != "dpo":
+            return
+        self.entropy, about = math.log(2), f"{config.corpus_fingerprint} {config.workload.seq}"
+        files = [Path(config.out), *([Path(config.resume).parents[1]] if config.resume else [])]
+        kept = next(filter(None, (_kept_reference(folder / REFERENCE, about) for folder in files)), None)
+        if kept is None and config.resume and not config.model.lora:
+            raise UserError(
+                f"{files[-1]} has no reference of these pairs, and the weights of the first step are gone: export the "
+                "checkpoint, and start a new run from it (--weights)"
+            )
+        made = kept or {split: self.program.reference(one).tolist() for split, one in self.batches.items()}
+        self._reference = made | {"about": about}
+        for split, batches in self.batches.items():
+            pairs: Any = batches.sampler
+            pairs.reference = np.array(made[split])
+
+    def train(self) -> dict[str, Any]:
+        """As of `TrainingRun`; the reference is kept first."""
+        if self.record and self.config.minimized.kind == "dpo":
+            write_whole(Path(self.config.out, REFERENCE), json.dumps(self._reference), "reference")
+        return super().train()
 
     def start_from_weights(self) -> None:
         """Its weights were there when the program was made."""
@@ -125,6 +192,15 @@ class ClassRun(TrainingRun):
                 "others": partial(written, self.program)}  # fmt: skip
 
 
+def _kept_reference(file: Path, about: str) -> dict[str, Any] | None:
+    """References that an earlier start of a run has kept, of these pairs; None without them."""
+    try:
+        made = json.loads(file.read_bytes())
+        return dict(made) if made["about"] == about else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def planned(config: TrainConfig) -> TrainConfig:
     """The configuration with the plan by which a model's class is divided. Raises `UserError` for what it cannot do."""
     layout, model = config.layout, ClassModel.of(config.model)
@@ -139,6 +215,11 @@ def planned(config: TrainConfig) -> TrainConfig:
         from shardwise.checkpoint.huggingface import PeftAdapters
 
         PeftAdapters.open(Path(config.adapters), config.model, split.described.blueprint)
+    if config.workload.isolate_documents and not model.isolates_documents(layout):
+        raise LayoutError(
+            f"{model.name}: its class of transformers attends across the documents of a packed sequence: leave out "
+            "--isolate-documents"
+        )
     plan = None if split.plan is None else dict(split.plan)
     return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
 
@@ -163,8 +244,10 @@ def traced(config: TrainConfig) -> Blueprint:
     """The model as predictions read it. Raises `UserError` where it cannot be traced."""
     layout, model = config.layout, ClassModel.of(config.model)
     split = model.divided(layout, config.class_plan, config.class_parts)
-    rows = torch.zeros(layout.micro, config.workload.seq, dtype=torch.int64)
+    ids, dpo = torch.zeros(layout.micro, config.workload.seq, dtype=torch.int64), config.minimized.kind == "dpo"
+    packed, reference = config.workload.isolate_documents, torch.zeros(layout.micro, dtype=torch.float64)
+    rows = LossRows(ids, ids, ids if packed else None, reference if dpo else None)
     return trace(
-        split.module, (rows, rows), split.plan, loss=token_loss, parts=split.parts, tp=[layout.tp],
+        split.module, rows, split.plan, loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp],
         precisions=[layout.precision],
     )  # fmt: skip

@@ -58,8 +58,8 @@ def usual_masks(example: Any) -> Iterator[None]:
     `transformers.masking_utils.find_packed_sequence_indices` looks for packed sequences in the positions, and on fake
     tensors takes all rows as packed, which has a mask where a step has none.
     """
-    packs = isinstance(example, Mapping) and example.get("position_ids") is not None
-    with nullcontext() if packs else unpacked():
+    given = example.get("position_ids") if isinstance(example, Mapping) else getattr(example, "positions", None)
+    with nullcontext() if given is not None else unpacked():
         yield
 
 

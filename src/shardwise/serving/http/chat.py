@@ -13,14 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.data.tokenizer import token_text
+from shardwise.data.tokenizer import read_template
 from shardwise.errors import UserError
 from shardwise.serving.http.problems import Problem
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _OWN = ("messages", "tools", "documents")
 """Variables of a template that are the server's own."""
@@ -40,7 +38,7 @@ class Chat:
         self._plain: Tokenizer = load(file)
         self._tokens: Tokenizer = load(file)
         self._tokens.encode_special_tokens = False
-        source, self._names = _read(file.parent)
+        source, self._names = read_template(file.parent)
         added = self._tokens.get_added_tokens_decoder().values()
         long = [token for token in added if len(token.content) > 1]
         self._special = {token.content for token in long if token.special}
@@ -120,40 +118,6 @@ def _any(words: Iterable[str]) -> re.Pattern[str]:
 
 def _broken(word: str) -> str:
     return word[0] + _MARK + word[1:]
-
-
-def _configured(file: Path) -> dict[str, Any]:
-    """Contents of a file beside the tokenizer; empty without one. Raises `UserError`."""
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not a tokenizer's configuration: it should be a JSON object")
-    return config
-
-
-def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """(source of the template, texts of the named tokens); chat_template.jinja comes before tokenizer_config.json."""
-    config = _configured(folder / "tokenizer_config.json")
-    older = _configured(folder / "special_tokens_map.json")
-    names = {}
-    for name in _NAMED:
-        if (token := token_text(config.get(name, older.get(name)))) is not None:
-            names[name] = token
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        try:
-            return own.read_text(encoding="utf-8"), names
-        except (OSError, ValueError) as error:
-            raise UserError(f"{own} cannot be read: {error}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    return (template if isinstance(template, str) else None), names
 
 
 def _compiled(source: str, folder: Path) -> Any:
