@@ -17,7 +17,7 @@ PAGE, CHUNK = 16, 256
 
 
 def cuts_sequences(layout: Layout) -> bool:
-    """Whether a rank has a part of each sequence alone."""
+    """Whether a rank has a part of a sequence."""
     return layout.cp > 1
 
 

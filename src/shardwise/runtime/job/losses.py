@@ -58,8 +58,9 @@ class LossConfig:
         if self.kind == "dpo" and shape != "pairs":
             raise UserError("--loss dpo needs preference pairs: records with prompt, chosen and rejected")
         if shape != "text" and layout.independent > 1:
-            raise UserError(f"sync={layout.sync}: replicas that train apart would divide by their answers' "
-                            "tokens: leave sync out for dialogues")  # fmt: skip
+            raise UserError(
+                "replicas that train apart would divide by the tokens of their answers: leave sync out for dialogues"
+            )
         if self.kind != "sft" and cuts_sequences(layout):
             raise UserError(f"--loss {self.kind} is of whole rows, and cp cuts them: leave cp out")
         if self.kind != "distill":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint import Checkpoint
 from shardwise.decoder import Batch
 from shardwise.errors import LayoutError, UserError
-from shardwise.layout.axes import DATA, PP, REPLICA
+from shardwise.layout.axes import DATA, DP, PP, REPLICA
 from shardwise.layout.modules import check_described
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
@@ -86,12 +86,12 @@ class ClassProgram(ModuleProgram):
     def reference(self, batches: Batches) -> Tensor:
         """log p(chosen) - log p(rejected) of every pair of a sampler by the model as it is, fp64 [pairs]. All ranks
         call it together."""
-        layout, place = self.plan.layout, batches.data_rank
+        micro, place, ranks = self.plan.layout.micro, batches.data_rank, self.comms.size(DP)
         pairs: Any = batches.sampler
         made = torch.zeros(pairs.windows, dtype=torch.float64, device=self.device)
-        for first in range(0, pairs.windows, layout.dp * layout.micro):
+        for first in range(0, pairs.windows, ranks * micro):
             self.comms.pulse.work("the reference pass")
-            numbers = np.arange(first + place * layout.micro, first + (place + 1) * layout.micro)
+            numbers = np.arange(first + place * micro, first + (place + 1) * micro)
             rows = rows_of(*batches.micro_batch(pairs.rows(numbers % pairs.windows), numbers, None))
             result, mine = self.judge(margins, rows), numbers < pairs.windows
             if result is not None:

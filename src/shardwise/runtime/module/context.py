@@ -132,7 +132,9 @@ class CutRows:
         cut, ranks = self._cut(q.shape[1] * comms.size(CP)), comms.size(CP)
         if layout.ulysses:
             if q.shape[2] % ranks or max(k.shape[2], ranks) % min(k.shape[2], ranks):
-                raise UserError(f"cpkind=ulysses: {q.shape[2]} heads ({k.shape[2]} of keys) on each of {ranks} ranks")
+                raise UserError(
+                    f"ulysses: {ranks} ranks cannot divide {q.shape[2]} heads, {k.shape[2]} of keys: choose ring"
+                )
             out = ulysses.attend(comms, part, partial(_whole, scale), cut.seq, q, k, v)
         else:
             kernel = fused_kernel(layout.dtype, scale, q.device)
@@ -207,7 +209,7 @@ def _rolled(seq: int, x: Any) -> Any:
 
 def check_tokens(module: nn.Module, example: Any) -> None:
     """Raise `LayoutError` unless tokens meet in causal attention alone: the outputs for an example [B, S] whose rows
-    are cut into two, each a row with its positions, are those for whole rows. Nor without an example or values."""
+    are cut into two rows with their positions are those for whole rows. Nor without an example or values."""
     check_positions(module)
     if example is None or is_meta(module):
         raise LayoutError(

@@ -129,7 +129,7 @@ class PartRunner(Runner):
                 parameter = module.get_parameter(placed.name)
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
         self.rows = CutRows(plan, comms, device) if cuts_sequences(plan.layout) else None
-        """What this rank has of each row, where sequences are cut."""
+        """What this rank has of rows, where sequences are cut."""
         self._names = {module.get_submodule(p.name): p.name for p in plan.blueprint.parts if p.kind == "block"}
         self.recomputation, self._compiler = BlockRecomputation(plan.layout.recompute), None
         if plan.layout.compile == "block":

@@ -86,10 +86,8 @@ def split(
     folder = _folder(layout, offload_dir)
     _meet()
     check_module_layout(layout, dist.get_world_size())
-    module = _built(model)
+    module = _built(model, layout, example)
     found = find_blocks(module, blocks)
-    if cuts_sequences(layout):
-        check_tokens(module, example)
     if lora is not None:
         add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora, found)
     if layout.precision == "fp64":
@@ -115,10 +113,13 @@ def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def _built(model: nn.Module | Callable[[], nn.Module], layout: Layout, example: Any) -> nn.Module:
+    """The module, which the layout may cut."""
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    if cuts_sequences(layout):
+        check_tokens(module, example)
     return module
 
 
