@@ -194,7 +194,7 @@ def test_other_text_of_a_run_that_goes_on_has_its_tokenizer(texts, tmp_path):
 
 
 def test_an_interrupted_preparation_leaves_nothing(texts, tmp_path, monkeypatch):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

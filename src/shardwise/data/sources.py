@@ -358,6 +358,11 @@ def _is_number(cell: str) -> bool:
     return True
 
 
+def _as_json(record: dict[str, Any]) -> str:
+    """A record of a table; dates, bytes and whatever else JSON has not are texts."""
+    return json.dumps(record, default=str)
+
+
 def _parquet(path: Path, text_field: str | None) -> Iterator[str]:
     parquet = require("pyarrow.parquet", "data", "reading Parquet")
     arrow = require("pyarrow", "data", "reading Parquet")
@@ -365,7 +370,7 @@ def _parquet(path: Path, text_field: str | None) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             if text_field is None:
                 for batch in file.iter_batches(batch_size=1024):
-                    yield from map(json.dumps, batch.to_pylist())
+                    yield from map(_as_json, batch.to_pylist())
                 return
             _column(str(path), text_field, file.schema_arrow.names)
             batches = file.iter_batches(batch_size=1024, columns=[text_field])
@@ -384,7 +389,7 @@ def _dataset(root: Path, text_field: str | None) -> Iterator[str]:
     except Exception as error:  # datasets, pyarrow, json and the file system each raise their own for a damaged folder
         raise UserError(f"{root} is not a readable saved dataset: {_first_line(error)}") from None
     if text_field is None:
-        yield from map(json.dumps, dataset.with_format(None))
+        yield from map(_as_json, dataset.with_format(None))
         return
     _column(str(root), text_field, dataset.column_names)
     batches = dataset.with_format(None).select_columns([text_field]).iter(batch_size=1024)
