@@ -157,7 +157,7 @@ def test_errors_of_an_engine_are_refused_or_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ddpp dp=2", "no engine 'ddpp'; did you mean ddp?, or the path of an adapter.py"),
+        ("ddpp dp=2", "no engine 'ddpp', and no path of an adapter.py; did you mean ddp?"),
         ("none.py dp=2", "there is no file none.py"),
         ("ddp dq=2", "torch DDP has no 'dq=2'; one of dp, bucket, views"),
         ("ddp dp", "torch DDP has no 'dp'"),

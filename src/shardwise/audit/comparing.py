@@ -206,7 +206,7 @@ class _Judge:
             # Activations may be redistributed by the program itself.
             times_due = f"{row.elements / due:.2g} times what is due" if due else "nothing is due"
             note, wrong = times_due, row.what != "activations"
-        elif excess > 0:
+        elif excess > 0 and due:
             note = _joined(f"{excess / due:.1%} padding", note)
         calls = planned.calls * (times if row.phase else 1)
         return self._typed(replace(row, due=due, due_calls=calls, note=note, wrong=wrong), planned.dtype)

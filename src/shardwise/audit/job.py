@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.audit.differences import Difference, first_difference
@@ -87,6 +87,12 @@ def audited_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, VARIABLE: str(folder.resolve()), "PYTHONPATH": os.pathsep.join(path)}
 
 
+def check_command(command: Sequence[str]) -> None:
+    """Raise `UserError` for a program that is not there."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"there is no command {command[0]}: give one such as torchrun or python")
+
+
 def run_audited(
     command: Sequence[str], folder: Path, hang: float, received: list[int], note: Callable[[str], None],
     *, stdout: int | None = None,
@@ -96,8 +102,7 @@ def run_audited(
     hang: seconds without any rank's progress after which they are looked at. received: signals, which are passed on as
     they are appended. note: gets a line when ranks wait for one that computes. Raises `UserError` when it cannot start.
     """
-    if shutil.which(command[0]) is None:
-        raise UserError(f"there is no command {command[0]}: give one such as torchrun or python")
+    check_command(command)
     began = time.monotonic()
     try:
         process = subprocess.Popen(command, env=audited_environment(folder), stdout=stdout, start_new_session=True)
@@ -112,6 +117,8 @@ def run_audited(
         watched.close()
     recordings = read_folder(folder, watched.died)
     code = process.returncode
+    if not code:  # whatever was raised was caught
+        recordings = [replace(one, error=None) for one in recordings]
     hung = difference is not None
     if difference is None and recordings:
         difference = first_difference(recordings) if not received else None

@@ -1,4 +1,4 @@
-"""A recording as a run on disk (`report.run_directory`), which the studio's Runs view and `shardwise timeline` open."""
+"""A recording as a run on disk (`report.run_directory`), which the studio's Runs view opens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def keep_run(audit: Audit, recordings: Sequence[RankRecording], folder: Path) ->
     Raises `UserError` when it cannot be written.
     """
     ended = "ended by the audit" if audit.hung else "failed" if audit.code else "finished"
-    layout, model = str(audit.understood.layout or ""), {"name": audit.model or ""}
+    layout, model = str((recordings and audit.understood.layout) or ""), {"name": audit.model or ""}
     config = {"layout": layout, "model": model, "steps": audit.steps}
     with RunDirectory.open(folder) as run:
-        run.update(config=config, ranks=audit.ranks, status=f"{ended}: {audit.cause}")
+        cause = audit.cause if recordings else "nothing was recorded"
+        run.update(config=config, ranks=audit.ranks, status=f"{ended}: {cause}")
         for one in recordings[:1]:
             times = [one.begin, *(step.time for step in one.steps)]
             for begin, step in zip(times, one.steps, strict=False):

@@ -102,6 +102,7 @@ class _Lines:
     def call(self, order: int, op: str, group: int, dtype: str, shape: list[int], *items: Any) -> None:
         inputs, outputs, peer, place, phase, engine, step, begin = items
         comm, ranks = self.groups[group]
+        self.values.pop("error", None)  # the program has caught it
         self.calls[order] = Call(
             self.values["rank"], order, op, ranks, dtype, tuple(shape), inputs, outputs, peer, self.places[place],
             phase, begin, None, "started", comm, engine, step,

@@ -438,6 +438,8 @@ class Recorder:
         return "", inner
 
     def failed(self, error: BaseException) -> None:
+        if os.getpid() != self.pid:  # a forked child's
+            return
         trace, where = error.__traceback__, ""
         while trace is not None:
             kind, text = self._kind(trace.tb_frame)

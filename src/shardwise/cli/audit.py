@@ -104,8 +104,8 @@ def _files(args: AuditOptions) -> int:
 
 def _recorded(args: AuditOptions) -> AuditedJob:
     """Run the program; lines that it prints go to standard error with --json."""
-    from shardwise.audit.job import run_audited
-    from shardwise.report.run_directory import RunDirectory
+    from shardwise.audit.job import check_command, run_audited
+    from shardwise.report.run_directory import RunDirectory, occupied
     from shardwise.runtime.job.locks import temporary_folder
     from shardwise.runtime.job.output import say
     from shardwise.runtime.job.signals import handled
@@ -113,6 +113,9 @@ def _recorded(args: AuditOptions) -> AuditedJob:
     received: list[int] = []
     with temporary_folder() as temporary:
         folder = args.out or temporary
+        check_command(args.program)
+        if args.out and args.out.is_dir() and occupied(args.out):
+            raise UserError(f"--out {args.out} is not empty: give a new folder, or remove it")
         if args.out:
             RunDirectory.create(folder, {"config": {}, "ranks": None, "status": "running"}).close()
         with handled(_SIGNALS, lambda number, frame: received.append(number)):

@@ -45,7 +45,9 @@ def run(args: CompareOptions) -> int:
     outcome = compare(a, b)
     served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
     runs = [path for path in (args.a, args.b) if path is not None and (path / "run.json").is_file()]
-    judged = {str(path): verdict for path in runs if (verdict := verdict_of(RunDirectory.open(path)))}
+    verdicts_of = ((str(path), verdict_of(RunDirectory.open(path))) for path in runs)
+    # An audit's recording has no computing, so nothing says what hides its calls.
+    judged = {path: one for path, one in verdicts_of if one and any(rank.computing for rank in one.parts.ranks)}
     if args.json:
         updates = [{"run": path, **run.to_json()} for path, run in served.items()]
         verdicts = [{"run": path, **verdict.to_json()} for path, verdict in judged.items()]
@@ -53,12 +55,18 @@ def run(args: CompareOptions) -> int:
         print_json(outcome.to_json() | {name: rows for name, rows in more.items() if rows})
     else:
         lines = [verdict.text(path if len(judged) > 1 else "") + "\n" for path, verdict in judged.items()]
-        show(*lines, comparison_tables(outcome))
+        notes = () if args.b or _trained(args.a) else (f"note: {note}" for note in a.notes)
+        show(*lines, comparison_tables(outcome), *notes)
         for path, run in served.items():
             from shardwise.cli.show.sync_table import sync_tables
 
             show(f"\n{path}", *sync_tables(run.layout, run.records, run))
     return 0 if outcome.equal_ledger else 1
+
+
+def _trained(path: Path) -> bool:
+    """Whether a run directory is of `train`, and not of an audit."""
+    return not (path / "run.json").is_file() or "corpus" in RunDirectory.open(path).run.get("config", {})
 
 
 def _served(path: Path) -> RecordedRun | None:
@@ -79,5 +87,6 @@ def _of_run(path: Path, name: str) -> StepReport:
         raise UserError(f"no such report or run directory: {path}{near_path(path)}")
     file = path / "reports" / f"{name}.json"
     if not file.is_file():
-        raise UserError(f"{path} has no {name} report; `shardwise train --report` makes one")
+        makes = "; `shardwise train --report` makes one" if _trained(path) else ""
+        raise UserError(f"{path} has no {name} report{makes}")
     return StepReport.read(file)

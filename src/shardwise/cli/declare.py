@@ -22,7 +22,7 @@ from shardwise.records import dataclass
 
 HIDDEN = argparse.SUPPRESS
 """Help text of an argument that no help shows."""
-_ELSEWHERE = {"gpus": "cluster", "users": "concurrency", "clients": "concurrency", "context": "prompt"}
+_ELSEWHERE = {"gpus": "cluster", "users": "concurrency", "clients": "concurrency", "context": "seq"}
 
 Run = Callable[[Any], int]
 """Runs a command or an action with its options. Returns the exit code."""
@@ -181,7 +181,10 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized") and first.startswith("-"):
             # Without the dashes, which any two words share.
             word, names = first.lstrip("-"), [one.lstrip("-") for one in self._options() if one.startswith("--")]
-            word = _ELSEWHERE.get(word, word)
+            other = next(
+                (to for name, to in _ELSEWHERE.items() if to in names and word and name.startswith(word)), word
+            )
+            word = other if not any(name.startswith(word) for name in names) else word
             begun = [name for name in names if (word[1:] and name.startswith(word)) or word.startswith(f"{name}-")]
             near = begun or nearest(word, names, cutoff=0.65)
             message += f"; did you mean --{near[0]}?" if near else ""

@@ -3,7 +3,7 @@
 Small local processes compare, in float64, the output of every submodule and the gradient of every parameter. The exit
 code is 1 where they differ; the first module or parameter that does is named.
 
-shardwise verify model.py:build --layout dp=2,tp=2 --plan "*.up=column,*.down=row"
+shardwise verify model.py:build --layout tp=2 --plan "*.*.up=column,*.*.down=row"
 
 shardwise verify Qwen/Qwen3-Next-80B-A3B-Instruct --layout dp=2,tp=2,ep=2,zero=3
 

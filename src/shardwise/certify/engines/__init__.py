@@ -11,6 +11,6 @@ ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "dee
 def check_engine(text: str) -> None:
     """Raise `UserError` for what is neither an engine nor the file of an adapter. Imports no torch."""
     if text not in ENGINES and not text.endswith(".py"):
-        raise UserError(f"no engine {text!r}; {did_you_mean(text, ENGINES, 'one of')}, or the path of an adapter.py")
+        raise UserError(f"no engine {text!r}, and no path of an adapter.py; {did_you_mean(text, ENGINES, 'one of')}")
     if text not in ENGINES and not Path(text).is_file():
         raise UserError(f"there is no file {text}")

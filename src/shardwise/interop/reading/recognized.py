@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 from shardwise.errors import UserError, nearest
@@ -68,7 +69,11 @@ def unknown(words: Iterable[str], engine: str) -> UserError:
     if engine:
         hint = "give the arguments or the file of the engine that it trains with, or say --engine"
         return UserError(f"this is {engine}'s configuration, which is not read here: {hint}")
-    known = {mark for one in engines().values() for mark in (*one.marks, *re.findall(r"[a-z][\w-]{3,}", one.program))}
-    near = ((word, nearest(word, known, cutoff=0.8)) for word in words if word not in known)
-    hint = next((f"{word}: did you mean {names[0]}? Else say" for word, names in near if names), "say")
+    from difflib import SequenceMatcher
+
+    programs = (re.findall(r"[a-z][\w-]{2,}[a-z]", one.program) for one in engines().values())
+    known = {"torchrun", *engines(), *chain(*programs), *chain(*(one.marks for one in engines().values()))}
+    near = [(word, found[0]) for word in words if word not in known and (found := nearest(word, known, cutoff=0.8))]
+    word, name = max(near, key=lambda pair: SequenceMatcher(None, *pair).ratio(), default=("", ""))
+    hint = f"{word}: did you mean {name}? Else say" if word else "say"
     return UserError(f"no engine is recognized in this; {hint} which with --engine: {', '.join(engines())}")

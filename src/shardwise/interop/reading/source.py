@@ -71,7 +71,9 @@ def sources(config: Sequence[str]) -> list[ConfigInput]:
         found = [source for one in data for source in _contained(one, path.parent)]
         return found or [ConfigInput(_one_table(path, data), folder=path.parent)]
     if not _is_file(path):
-        raise UserError(f"no file {config[0]!r}; give a configuration file, or an engine's arguments as one text")
+        raise UserError(
+            f"no file {config[0]!r}{near_path(path)}; give a configuration file, or an engine's arguments as one text"
+        )
     text = _text(path)
     if path.suffix == ".py":
         return _called(text, path)

@@ -37,7 +37,7 @@ class LossConfig:
         """The loss of a text such as `dpo,beta=0.2`; empty for sft. Raises `UserError`."""
         kind, *words = (word.strip() for word in (text or "sft").split(","))
         if kind not in _KEYS:
-            raise UserError(f"loss: {did_you_mean(kind, _KEYS, 'must be one of')}, not {kind!r}")
+            raise UserError(f"there is no loss {kind!r}; {did_you_mean(kind, _KEYS, 'one of')}")
         values = dict(word.split("=", 1) for word in words if "=" in word)
         if (
             len(values) < len(words)
