@@ -66,7 +66,7 @@ def near_path(path: Path | str) -> str:
         full = Path(path).expanduser()
         missing = next(part for part in (full, *full.parents) if part.parent.is_dir())
         others = sorted(missing.parent.iterdir(), key=lambda one: one.suffix == missing.suffix)
-        names = {one.stem: one.name for one in others if one.name[0] != "." or missing.name[0] == "."}
+        names = {one.stem: one.name for one in others if missing.name.startswith(".") or not one.name.startswith(".")}
         if not full.exists() and (near := nearest(missing.stem, names, cutoff=0.7)):
             there = missing.with_name(names[near[0]])
             return f"; did you mean {whole if (whole := there / full.relative_to(missing)).exists() else there}?"
