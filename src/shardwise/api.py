@@ -279,7 +279,12 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
         values["loss"] = values.get("loss") or {"text": "", "chat": "sft", "pairs": "dpo"}[shape]
         loss = LossConfig.parse(values["loss"])
         loss.check(shape, Layout.of(layout), model, values.get("report", False))
+        if loss.kind == "distill":  # a run may be resumed in another folder
+            values["loss"] = f"distill,teacher={Path(loss.teacher).resolve()},temperature={loss.temperature}"
         model = values["model"] = by_class(model) if loss.kind != "sft" else model
+    elif values.get("loss"):
+        loss = LossConfig.parse(values["loss"])
+        loss.check_layout(Layout.of(layout), model, loss.kind != "distill")
     layout, _ = suited(Layout.of(layout), model)
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")

@@ -194,7 +194,8 @@ def refused_cut(rank: int, kind: str) -> str:
 
     losses: dict[str, Any] = {"shifted": shifted, "labels": lambda model, batch: model(batch[0], labels=batch[1])}
     try:
-        module = split(MODULES["attends"](), "cp=2", example=None if kind == "no example" else ids)
+        example = {"no example": None, "longer": ids[:, :4]}.get(kind, ids)
+        module = split(MODULES["attends"](), "cp=2", example=example)
         end = 7 if kind == "odd" else None
         module.train_step(losses.get(kind, summed_loss), (ids[:, :end], targets[:, :end]))
     except UserError as error:

@@ -74,6 +74,15 @@ class Convolved(AttentionModel):
         return self.head(x)
 
 
+class Silent(Convolved):
+    """The same, at first without effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.near.parameters():
+            nn.init.zeros_(parameter)
+
+
 class Counting(AttentionModel):
     """Positions by the length of what it is given."""
 
@@ -102,6 +111,7 @@ class NoPositions(nn.Module):
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "convolution": (Convolved, "meet elsewhere than in torch's scaled_dot_product_attention"),
+    "convolution of zeros": (Silent, "meet elsewhere than in torch's scaled_dot_product_attention"),
     "positions": (Counting, "meet elsewhere than in torch's scaled_dot_product_attention"),
     "mask": (lambda: Attending(attn_mask=torch.zeros(1, 1)), "has a mask"),
     "both ways": (Attending, "is not causal"),
@@ -115,7 +125,8 @@ def test_a_module_that_cannot_be_cut_is_one_line(name: str) -> None:
     made, message = MODULES[name]
     torch.manual_seed(0)
     ids = torch.randint(24, (2, 8))
-    check_tokens(AttentionModel(), ids)
+    for example in (ids, {"ids": ids}, (ids, torch.arange(8)[None])):
+        check_tokens(AttentionModel(), example)
     with pytest.raises(UserError, match=message) as caught:
         check_tokens(made(), ids)
     assert "\n" not in str(caught.value)
@@ -133,6 +144,7 @@ def test_a_layout_that_cannot_be_cut_is_one_line(layout: str, message: str) -> N
         ("no example", "cp needs example="),
         ("shifted", "the loss depends on the order of its tokens"),
         ("labels", "compute the loss outside of the module"),
+        ("longer", "says nothing of longer ones"),
         ("odd", "7 tokens would be 8 with padding"),
     ],
 )

@@ -79,8 +79,12 @@ class DialogueEncoder:
             return [(*self._dialogue(record["messages"], record, place), False)]
         answers = [record[name] for name in (("completion",) if self._shape == "chat" else ("chosen", "rejected"))]
         prompt = record.get("prompt")
-        if prompt is None:
+        if prompt is None and len(answers) == 1:
+            raise KeyError("prompt")
+        if prompt is None or (isinstance(prompt, str) and isinstance(answers[0], list)):
             common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
+            if isinstance(answers[0], list):  # the last message is the answer, whatever another one has
+                common = min(common, *(len(answer) - 1 for answer in answers))
             prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
         if isinstance(prompt, str):
             texts = [prompt + answer + self._end for answer in answers]
@@ -96,11 +100,16 @@ class DialogueEncoder:
     def _dialogue(self, messages: list[dict[str, Any]], record: dict[str, Any], place: str) -> tuple[str, list[Span]]:
         """Text of a dialogue and its answers: what the template marks by `{% generation %}`, else what a longer
         dialogue adds to a shorter one."""
+        if not messages:
+            return "", []
         if _GENERATION.search(self._template or ""):
             return self._rendered(messages, record, place, return_assistant_tokens_mask=True)
         text, spans = self._render(messages, record, place), []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
+                if not index:  # some templates have no dialogue that begins so
+                    self.left_out += 1
+                    continue
                 before = self._render(messages[:index], record, place, add_generation_prompt=True)
                 after = self._render(messages[: index + 1], record, place)
                 if text.startswith(after) and after.startswith(before):
@@ -139,8 +148,12 @@ class DialogueEncoder:
         counts = np.zeros(len(text) + 1, bool)
         for start, stop in spans:
             counts[start:stop] = True
-        pairs = zip(encoding.ids, encoding.offsets, strict=True)
-        return [2 * number + bool(counts[start:stop].any()) for number, (start, stop) in pairs]
+        numbers, last = [], 0
+        for number, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            # Offsets may leave out spaces: they are of the token that has them.
+            numbers.append(2 * number + bool(counts[min(last, start) : stop].any()))
+            last = max(last, stop)
+        return numbers
 
 
 def stored(tokens: NDArray[Any]) -> Iterator[tuple[int, int]]:
@@ -234,14 +247,18 @@ def _packed(groups: list[tuple[tuple[int, int], ...]], seq: int) -> list[tuple[t
     rows: list[list[tuple[int, int]]] = []
     by_room: list[list[int]] = [[] for _ in range(seq + 1)]
     """Tokens of room -> rows that have it."""
+    there = 0
+    """The rooms that some row has, as bits."""
     for (dialogue,) in sorted(groups, key=lambda group: -group[0][1]):
         count = min(dialogue[1] - 1, seq)
-        room = next((room for room in range(count, seq + 1) if by_room[room]), None)
-        if room is None:
+        if fits := there >> count:
+            room = count + (fits & -fits).bit_length() - 1
+            row = by_room[room].pop()
+            there ^= 0 if by_room[room] else 1 << room
+        else:
             room, row = seq, len(rows)
             rows.append([])
-        else:
-            row = by_room[room].pop()
         rows[row].append(dialogue)
         by_room[room - count].append(row)
+        there |= 1 << (room - count)
     return [tuple(row) for row in rows]

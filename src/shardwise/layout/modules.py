@@ -10,6 +10,9 @@ from shardwise.layout.optimizers import check_own
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 
+_HEADLESS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering", "ForRegression")
+"""Endings of names of classes that do not tell the next token."""
+
 
 def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
     """Raise `LayoutError` for a layout that cannot split a user's module, or not on so many `ranks`."""
@@ -53,7 +56,13 @@ def why_no_class(model: ModelConfig) -> str:
         return model.why_not_runnable() or ""
     if stored := model.counted.stored:
         return f"its weights are quantized ({stored}), which must be dequantized to 16 bits first"
-    return "" if model.counted.source else f"{model.counted.reason}, and its config.json is not at hand"
+    source = model.counted.source
+    if source.get("is_encoder_decoder"):
+        return "its class is an encoder with a decoder"
+    named = [str(name) for name in source.get("architectures") or () if not str(name).endswith("LMHeadModel")]
+    if named and all(name.endswith(_HEADLESS) for name in named):
+        return f"its class {named[0]} has no logits of the next token"
+    return "" if source else f"{model.counted.reason}, and its config.json is not at hand"
 
 
 def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:

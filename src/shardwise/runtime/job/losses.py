@@ -57,7 +57,13 @@ class LossConfig:
             raise UserError(f"--loss {self.kind} does not train on preference pairs, which are for dpo")
         if self.kind == "dpo" and shape != "pairs":
             raise UserError("--loss dpo needs preference pairs: records with prompt, chosen and rejected")
-        if shape != "text" and layout.independent > 1:
+        if reports and self.kind == "distill":
+            raise UserError("--report does not count the second model of --loss distill: leave it out")
+        self.check_layout(layout, model, shape != "text")
+
+    def check_layout(self, layout: Layout, model: ModelConfig, dialogues: bool) -> None:
+        """Raise `UserError` for a layout or a model that does not go with the loss."""
+        if dialogues and layout.independent > 1:
             raise UserError(
                 "replicas that train apart would divide by the tokens of their answers: leave sync out for dialogues"
             )
@@ -65,8 +71,6 @@ class LossConfig:
             raise UserError(f"--loss {self.kind} is of whole rows, and cp cuts them: leave cp out")
         if self.kind != "distill":
             return
-        if reports:
-            raise UserError("--report does not count the second model of --loss distill: leave it out")
         file = Path(self.teacher, "config.json")
         try:
             data = json.loads(file.read_text(encoding="utf-8"))

@@ -177,7 +177,9 @@ class ClassModel:
     def attends_to_later_tokens(self, module: nn.Module) -> bool:
         """Whether its class is causal only where a configuration says so, as BERT's, and this one does not."""
         config: Any = module.config
-        return "config.is_decoder" in self._source and not getattr(config, "is_decoder", True)
+        return bool(re.search(r"^(?!\s*>>>).*config\.is_decoder", self._source, re.M)) and not getattr(
+            config, "is_decoder", True
+        )
 
     def isolates_documents(self, layout: Layout) -> bool:
         """Whether a document does not see the one before it in its row where positions restart with it: tried with a
@@ -192,9 +194,11 @@ class ClassModel:
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(0)
             module = small().eval()
-            packed = module(input_ids=ids, position_ids=positions, use_cache=False).logits[:, first:]
+            packed = getattr(module(input_ids=ids, position_ids=positions, use_cache=False), "logits", None)
+            if packed is None or packed.shape[:2] != ids.shape:  # none of the next token
+                return False
             alone = module(input_ids=ids[:, first:], use_cache=False).logits
-        return bool((packed - alone).norm() < PACKED * alone.norm())
+        return bool((packed[:, first:] - alone).norm() < PACKED * alone.norm())
 
     @property
     def _source(self) -> str:
@@ -282,6 +286,13 @@ class ClassModel:
                         f"cp: {self.name} attends within {field} = {value} tokens, and cp does not cut windows of a "
                         f"user's module: leave cp out, or choose --seq {value} or less"
                     )
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            most = each.get("original_max_position_embeddings") or text.max_position_embeddings
+            if each.get("rope_type") in ("longrope", "dynamic") and seq > most:
+                raise LayoutError(
+                    f"cp: rotations of {self.name} depend on the length beyond {most} tokens: leave cp out"
+                )
         small = self.small(replace(layout, ep=1, etp=0))
         with torch.random.fork_rng([]):
             torch.manual_seed(0)

@@ -144,10 +144,12 @@ class ClassRun(TrainingRun):
             return None
         self.pulse.work(f"the reading of {path}")
         data = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
-        teacher = ClassModel(data, path).pretrained(Path(path)).requires_grad_(False).eval()
+        teacher = ClassModel(data, path).pretrained(Path(path)).requires_grad_(False).eval().to(self.device)
         if self.config.layout.precision == "fp64":
             use_exact_products(teacher)
-        return teacher.to(self.device, getattr(torch, self.config.layout.dtype))
+        for parameter in teacher.parameters():  # and no buffer: rotations need more bits
+            parameter.data = parameter.data.to(getattr(torch, self.config.layout.dtype))
+        return teacher
 
     def _open_corpus(self, plan: UnitPlan) -> None:
         """With the reference of preference pairs: by the model of the first step, without adapters. A resumed run,

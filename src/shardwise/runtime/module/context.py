@@ -8,9 +8,10 @@ such modules, `TokenLoss` such losses.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,8 @@ class CutRows:
 
     def __init__(self, plan: UnitPlan, comms: Comms, device: torch.device) -> None:
         self._plan, self._comms, self._device = plan, comms, device
+        self.longest = 0
+        """Tokens of the example that has shown where tokens meet: a window may be longer; 0 where none is."""
 
     def _cut(self, seq: int) -> SequenceCut:
         return SequenceCut.of(self._plan.layout, seq)
@@ -97,7 +100,12 @@ class CutRows:
     def of(self, batch: Any) -> Any:
         """This rank's tokens: of the tensors of a batch [B, S, ...] with the length of its first one. Anything else
         as it is."""
-        seq = _length(batch)
+        seq = length_of(batch)
+        if 0 < self.longest < seq:
+            raise UserError(
+                f"cp: rows have {seq} tokens and those of example= {self.longest}, which says nothing of longer ones, "
+                "as a window may be: give an example of that length"
+            )
         places = self.places(seq).cpu()
         return _pytree.tree_map(lambda x: x[:, places.to(x.device)] if _has_tokens(x, seq) else x, batch)
 
@@ -110,7 +118,7 @@ class CutRows:
 
         return across
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of the whole module on this rank's tokens, with their positions. Raises `UserError` for
         labels, from which a module would compute its loss between neighbors."""
         if kwargs.get("labels") is not None:
@@ -118,9 +126,8 @@ class CutRows:
                 "labels= has the module shift them by one token, and a rank has neighbors of other ranks' tokens: "
                 "compute the loss outside of the module, with targets that are shifted before they are cut"
             )
-        given = (args, kwargs)
-        if kwargs.get(POSITIONS) is None:
-            rows, here = next(x.shape[:2] for x in _pytree.tree_leaves(given) if _has_tokens(x))
+        if not _gives_positions(forward, args, kwargs):
+            rows, here = next(x.shape[:2] for x in _pytree.tree_leaves((args, kwargs)) if _has_tokens(x))
             kwargs[POSITIONS] = self.places(here * self._comms.size(CP)).expand(rows, -1).contiguous()
         with unpacked():
             return self.wrap(ROOT, forward)(*args, **kwargs)
@@ -137,7 +144,7 @@ class CutRows:
                 )
             out = ulysses.attend(comms, part, partial(_whole, scale), cut.seq, q, k, v)
         else:
-            kernel = fused_kernel(layout.dtype, scale, q.device)
+            kernel = fused_kernel(str(q.dtype).removeprefix("torch."), scale, q.device)
             core = ContextCore(comms, cut, kernel, part, lambda _, rank: Scores(cut.visible(core.rank, rank).causal))
             out = attend(core, gathers_keys(layout), q, k, v)
         return out.transpose(1, 2)
@@ -156,7 +163,7 @@ def _has_tokens(x: Any, seq: int = 0) -> bool:
     return isinstance(x, Tensor) and x.dim() > 1 and (not seq or x.shape[1] == seq)
 
 
-def _length(batch: Any) -> int:
+def length_of(batch: Any) -> int:
     """Tokens of the rows of a batch. Raises `UserError` without any."""
     tensors = [x for x in _pytree.tree_leaves(batch) if _has_tokens(x)]
     if not tensors:
@@ -181,16 +188,18 @@ class TokenLoss:
             outputs.append(run(*args, **kwargs))
             return outputs[-1]
 
-        result = self._with(recording, batch)
-        roll = partial(_pytree.tree_map, partial(_rolled, _length(batch)))
-        again = iter(roll(outputs))
+        flip, wide = (partial(_pytree.tree_map, partial(_turned, seq)) for seq in (length_of(batch), -1))
+        given = [wide(batch), flip(batch)]  # before `loss_fn`, which may take items out
+        result, made = self._with(recording, batch), []
         with torch.no_grad():
-            other = self._with(lambda *args, **kwargs: next(again), roll(batch))
-        (loss, count), (rolled, others) = (x if isinstance(x, tuple) else (x, 1) for x in (result, other))
-        if not torch.allclose(loss.detach(), rolled, rtol=1e-3, equal_nan=True) or float(count) != float(others):
+            for turn, rows in zip((wide, flip), given, strict=True):
+                again = iter(turn(outputs))
+                made.append(self._with(lambda *args, again=again, **kwargs: next(again), rows))
+        (loss, count), (other, others) = (x if isinstance(x, tuple) else (x, 1) for x in made)
+        if not torch.allclose(loss, other, rtol=1e-5, equal_nan=True) or float(count) != float(others):
             raise UserError(
                 "cp: the loss depends on the order of its tokens, and a rank has some of them: shift targets in the "
-                "batch, not in loss_fn, and add up the losses of tokens"
+                "batch, not in loss_fn or the module, and add up the losses of tokens"
             )
         return result
 
@@ -203,8 +212,15 @@ class TokenLoss:
             del self._program.run
 
 
-def _rolled(seq: int, x: Any) -> Any:
-    return x.detach().roll(1, 1) if _has_tokens(x, seq) else x
+def _turned(seq: int, x: Any) -> Any:
+    """Detached and in fp32 at least; where it has `seq` tokens they are in the other order, and with any `seq` a number
+    of all tokens, such as a module's loss, is NaN."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach().float() if x.is_floating_point() and x.dtype.itemsize < 4 else x.detach()
+    if seq > 0 and x.is_floating_point() and not x.dim():
+        return x * math.nan
+    return x.flip(1) if _has_tokens(x, seq) and seq > 0 else x
 
 
 def check_tokens(module: nn.Module, example: Any) -> None:
@@ -216,12 +232,23 @@ def check_tokens(module: nn.Module, example: Any) -> None:
             "cp needs example=, inputs of a forward pass, and a module that is not on the meta device: it is run to "
             "see that tokens meet in attention alone"
         )
-    modes = [(child, child.training) for child in module.modules()]
-    try:
-        same = _same_in_pieces(module.eval(), example, _length(example))
-    finally:
-        for child, training in modes:
-            child.training = training
+    probe = copy.deepcopy(module).eval()
+    if any(p.is_floating_point() and p.dtype.itemsize < 4 for p in probe.parameters()):
+        probe.float()
+    length = length_of(example)
+    with torch.no_grad(), torch.random.fork_rng([]):
+        for parameter in probe.parameters():  # zeros would hide what they multiply
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.normal_(std=0.05)
+        try:
+            same = _same_in_pieces(probe, example, length)
+        except UserError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            raise LayoutError(
+                f"cp: {type(module).__name__} does not run on parts of the example's rows: {reason}"
+            ) from None
     if not same:
         raise LayoutError(
             f"cp: tokens of {type(module).__name__} meet elsewhere than in torch's scaled_dot_product_attention, where "
@@ -229,16 +256,18 @@ def check_tokens(module: nn.Module, example: Any) -> None:
         )
 
 
-@torch.no_grad()
 def _same_in_pieces(module: nn.Module, example: Any, length: int) -> bool:
     if (seq := length // 4 * 4) < 4:
         raise LayoutError(f"cp: the example has rows of {length} tokens, too few to be cut: give it 4 or more")
-    cut = SequenceCut(seq, 2)
-    places = torch.cat([local_places(cut, rank, torch.device("cpu")) for rank in range(2)])
+    first = next(x for x in _pytree.tree_leaves(example) if _has_tokens(x))
+    places = torch.cat([local_places(SequenceCut(seq, 2), rank, first.device) for rank in range(2)])
     example = _pytree.tree_map(lambda x: x[:, :seq] if _has_tokens(x, length) else x, example)
 
     def rows(x: Any) -> Any:
-        return x[:, places].unflatten(1, (2, -1)).flatten(0, 1) if _has_tokens(x, seq) else x
+        if not _has_tokens(x, seq):
+            return x
+        x = x.expand(len(first), *x.shape[1:]) if len(x) == 1 else x  # positions of all rows
+        return x[:, places].unflatten(1, (2, -1)).flatten(0, 1)
 
     def attend(*given: Any) -> Tensor:
         *heads, scale = given
@@ -246,18 +275,28 @@ def _same_in_pieces(module: nn.Module, example: Any, length: int) -> bool:
         out = _whole(scale, *(x.transpose(1, 2) for x in whole)).transpose(1, 2)
         return out[:, :, places].unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
 
-    cut_example = _pytree.tree_map(rows, example)
-    shape = next(x.shape[:2] for x in _pytree.tree_leaves(cut_example) if _has_tokens(x))
-    positions = places.unflatten(0, (2, -1)).repeat(shape[0] // 2, 1)
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        if not _gives_positions(module, args, kwargs):
+            kwargs[POSITIONS] = places.unflatten(0, (2, -1)).repeat(len(first), 1)
+        return module(*args, **kwargs)
+
     with unpacked():
         expected = _pytree.tree_leaves(call(module, example))
         with CausalAttention(attend):
-            found = _pytree.tree_leaves(call(partial(module, **{POSITIONS: positions}), cut_example))
+            found = _pytree.tree_leaves(call(cut, _pytree.tree_map(rows, example)))
     pairs = [
         (rows(x), y) for x, y in zip(expected, found, strict=False)
         if _has_tokens(x, seq) and x.is_floating_point() and y.shape == rows(x).shape
     ]  # fmt: skip
-    return bool(pairs) and all(_near(x.double(), y.double(), torch.finfo(y.dtype).eps) for x, y in pairs)
+    if not pairs:
+        raise LayoutError(f"cp: {type(module).__name__} returns no tensor [rows, tokens, ...], so nothing can be cut")
+    return all(_near(x.double(), y.double(), torch.finfo(y.dtype).eps) for x, y in pairs)
+
+
+def _gives_positions(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has positions, by name or by place."""
+    names = [*inspect.signature(type(module).forward).parameters][1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get(POSITIONS) is not None
 
 
 def _near(x: Tensor, y: Tensor, rounding: float) -> bool:

@@ -31,7 +31,7 @@ from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
 from shardwise.runtime.module.chain import find_chain
-from shardwise.runtime.module.context import check_tokens
+from shardwise.runtime.module.context import check_tokens, length_of
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.failures import Failures
@@ -104,7 +104,7 @@ def split(
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     program = ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at, folder)
-    return SplitModule(program, on_nonfinite)
+    return SplitModule(program, on_nonfinite, example)
 
 
 def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
@@ -163,8 +163,10 @@ class SplitModule(nn.Module):
     rows of its own along dp and equal ones along tp. Other attributes are the module's own.
     """
 
-    def __init__(self, program: ModuleProgram, on_nonfinite: str = "stop") -> None:
+    def __init__(self, program: ModuleProgram, on_nonfinite: str = "stop", example: Any = None) -> None:
         super().__init__()
+        if program.rows is not None:
+            program.rows.longest = length_of(example)
         if on_nonfinite not in ("stop", "skip"):
             raise UserError(f"on_nonfinite must be stop or skip, not {on_nonfinite!r}")
         self._stops = on_nonfinite == "stop"
