@@ -142,3 +142,20 @@ def test_a_limit_keeps_whole_records(tmp_path):
 def test_what_is_no_dialogue_is_named_by_its_record(tmp_path, records, message):
     with pytest.raises(UserError, match=message):
         corpus_of(tmp_path, [*records])
+
+
+def test_records_of_the_forms_that_are_around(tmp_path):
+    """A text before lists of messages, equal answers, a dialogue that the assistant begins, and an empty one."""
+    lists = [[turn("user", "a"), turn("assistant", answer)] for answer in ("b", "c")]
+    forms = [
+        {"prompt": "a", "chosen": lists[0], "rejected": lists[1]},
+        {"chosen": lists[0], "rejected": lists[1]},
+        {"chosen": lists[0], "rejected": lists[0]},
+    ]
+    first, second, equal = (sequences(corpus_of(tmp_path / str(n), [form] * 8)) for n, form in enumerate(forms))
+    assert first == second and all(any(counts) for _, counts in (*first, *equal))
+    begun = {"messages": [turn("assistant", "hi"), turn("user", "a"), turn("assistant", "b")]}
+    made = sequences(corpus_of(tmp_path / "begun", [begun, {"messages": []}] * 8, generation=False))
+    assert len(made) == 8 and all(any(counts) for _, counts in made)
+    with pytest.raises(UserError, match="is no dialogue .*prompt"):
+        corpus_of(tmp_path / "none", [{"prompt": None, "completion": "x"}] * 8)

@@ -33,7 +33,7 @@ class Site(NamedTuple):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     """Two states of each view besides the first one, of controls that change with the day; or all of them."""
     folder = tmp_path_factory.mktemp("site")
-    return Site(folder, write_site(folder, most=None if EVERYTHING else 3, mixed=random.Random(seed())))
+    return Site(folder, write_site(folder) if EVERYTHING else write_site(folder, most=3, mixed=random.Random(seed())))
 
 
 @pytest.fixture

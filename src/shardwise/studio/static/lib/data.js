@@ -36,11 +36,12 @@ async function stored(name, given) {
   }
   const packed = Uint8Array.from(atob(globalThis.answers[found.file]), (letter) => letter.charCodeAt(0));
   const all = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json(), answer = unpack(all[name]);
-  const leads = (choice, value) => same(found.state[choice], value) || preset(view, { ...given, [choice]: value }) || preset(view, { [choice]: value });
   for (const [choice, values] of Object.entries(answer.choices)) {
     // The slider of devices is one over clusters.
-    const word = choice === "devices" ? "cluster" : choice;
-    answer.choices[choice] = values.filter((value) => leads(word, value));
+    const word = choice === "devices" ? "cluster" : choice, here = (value) => same(found.state[word], value);
+    // Beside what is given where that goes, so that a slider on its way takes no other control back.
+    const beside = values.filter((value) => here(value) || preset(view, { ...given, [word]: value }));
+    answer.choices[choice] = beside.length > 1 ? beside : values.filter((value) => here(value) || preset(view, { [word]: value }));
   }
   return answer;
 }
