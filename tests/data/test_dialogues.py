@@ -157,5 +157,5 @@ def test_records_of_the_forms_that_are_around(tmp_path):
     begun = {"messages": [turn("assistant", "hi"), turn("user", "a"), turn("assistant", "b")]}
     made = sequences(corpus_of(tmp_path / "begun", [begun, {"messages": []}] * 8, generation=False))
     assert len(made) == 8 and all(any(counts) for _, counts in made)
-    with pytest.raises(UserError, match="is no dialogue .*prompt"):
+    with pytest.raises(UserError, match=r"is no dialogue .*prompt"):
         corpus_of(tmp_path / "none", [{"prompt": None, "completion": "x"}] * 8)
