@@ -287,9 +287,9 @@ class ClassModel:
                         f"user's module: leave cp out, or choose --seq {value} or less"
                     )
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-        for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            most = each.get("original_max_position_embeddings") or text.max_position_embeddings
-            if each.get("rope_type") in ("longrope", "dynamic") and seq > most:
+        for angles in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            most = angles.get("original_max_position_embeddings") or text.max_position_embeddings
+            if angles.get("rope_type") in ("longrope", "dynamic") and seq > most:
                 raise LayoutError(
                     f"cp: rotations of {self.name} depend on the length beyond {most} tokens: leave cp out"
                 )

@@ -99,7 +99,7 @@ class CutRows:
 
     def of(self, batch: Any) -> Any:
         """This rank's tokens: of the tensors of a batch [B, S, ...] with the length of its first one. Anything else
-        as it is."""
+        as it is. Raises `UserError` for rows that cannot be cut, or are longer than what was tried."""
         seq = length_of(batch)
         if 0 < self.longest < seq:
             raise UserError(
