@@ -19,6 +19,7 @@ from shardwise.audit.job import AuditedJob
 from shardwise.audit.kept import keep_run
 from shardwise.audit.reading import RankRecording, StepMark
 from shardwise.audit.result import audit_of
+from shardwise.certify.result import COLUMNS, Cell, Certificate, LayoutRow, WrongCell
 from shardwise.errors import UserError
 from shardwise.report.rank_timelines import Recorded, aligned
 from shardwise.report.run_directory import RunDirectory
@@ -413,3 +414,24 @@ def test_a_file_that_is_dropped_anywhere_is_drawn_and_there_is_a_way_back(visito
     page.locator("input[type=file]").set_input_files(runs / "first" / "run.json")
     visitor.until("document.querySelector('[role=alert]').textContent.startsWith('run.json: ')")
     visitor.problems.clear()  # the browser itself reports the 400
+
+
+def test_a_certificate_opens_with_what_is_wrong(visitor: Any, tmp_path: Path) -> None:
+    cells = {name: Cell("proven", 1e-16, 1e-9) for name in COLUMNS} | {
+        "norm": Cell("wrong", 0.5, 1e-9, "a", 1, "factor of 2")
+    }
+    row, script = LayoutRow("dp=2", "tiny", 2, cells), "import torch\nraise SystemExit(1)"
+    found = WrongCell("norm", "tiny", "dp=2", cells["norm"], ("dp=2 (norm)",), script)
+    (tmp_path / "ddp.json").write_text(json.dumps(Certificate("torch DDP", "float64", {}, (row,), (found,)).to_json()))
+    page = visitor.open("runs")
+    page.locator("input[type=file]").set_input_files(tmp_path / "ddp.json")
+    visitor.until("document.querySelector('.verdict').textContent.startsWith('torch DDP: ')")
+    visitor.ready()
+    assert visitor.table("cells")["norm"] == ["wrong"] and visitor.table("findings")["kind"] == ["factor of 2"]
+    page.locator('[data-figure="findings"] .buttons button').last.click()
+    assert "raise SystemExit(1)" in page.locator('[data-figure="findings"]').inner_text()
+    for damaged in ({"rows": []}, {"findings": [{}]}):
+        with pytest.raises(UserError, match="certificate is damaged"):
+            opened(
+                json.dumps({"engine": "e", "rows": [row.to_json()], "findings": [], "counts": {}, **damaged}).encode()
+            )

@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "there is nothing here")
 
     def do_POST(self) -> None:
-        """A file that was dropped on the page: a step report, or a Chrome trace."""
+        """A file that was dropped on the page."""
         if not self._ours() or not self._allowed():
             return
         length = self.headers.get("Content-Length", "")

@@ -35,7 +35,8 @@ export function mount(root, page) {
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
   const timed = { transport: barFigure(page, "transport", "Communication time", () => data), traffic: figure(page, { name: "traffic", title: "Collectives by operation" }) };
   const { ranks, waterfall, arrivals, over, peak } = stepFigures(page, () => data);
-  const ofStep = { ranks, timeline, waterfall, arrivals, ...timed, memory, over, peak, ledger };
+  const cells = figure(page, { name: "cells", title: "Certificate" }), findings = figure(page, { name: "findings", title: "What is wrong" });
+  const ofStep = { cells, findings, ranks, timeline, waterfall, arrivals, ...timed, memory, over, peak, ledger };
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, verdict, steps.node, ...experts.nodes, ...Object.values(ofStep).map((each) => each.node), validation.node);
   if (!inside) root.append(dropArea(open));
   page.openFile = open;
@@ -135,6 +136,7 @@ export function mount(root, page) {
       clearTimeout(timer);
       page.refuse("");
       bar.hidden = verdict.hidden = false;
+      if (answer.more.kind === "certificate") page.setLocal({ _tables: "cells,findings" });
       verdict.textContent = answer.more.verdict?.line ?? "";
       name.textContent = file.name;
       data = { ...answer, tables: { ...answer.tables }, state: {}, more: { ...answer.more, status: "" } };
@@ -192,7 +194,7 @@ function agreement(more) {
 function dropArea(open) {
   const input = h("input", { type: "file", accept: ".json,application/json", id: "opened", class: "unseen", onchange: () => input.files[0] && open(input.files[0]) });
   return h("div", { class: "drop" }, h("button", { type: "button", onclick: () => input.click() }, "Open a file"), input,
-    h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace anywhere on the page: it stays on this machine."));
+    h("label", { for: "opened" }, "or drop a step report (reports/*.json), a certificate or a Chrome trace anywhere on the page: it stays on this machine."));
 }
 
 /** Of an audit, which knows when steps ended and no loss. */
