@@ -69,7 +69,11 @@ def test_every_view_opens_from_disk_and_is_small(reader: Visitor, site: Site) ->
 
 
 CHANGE = """([name, value]) => {
-    const node = document.querySelector(`[data-control="${name}"]`), input = node.querySelector("select, input");
+    // Clusters of other numbers of devices are on a slider.
+    const listed = [...document.querySelectorAll(`[data-control="${name}"] option`)].map((one) => one.value);
+    const slides = name === "cluster" && !listed.includes(value) && document.querySelector('[data-control="devices"]');
+    const node = slides || document.querySelector(`[data-control="${name}"]`);
+    const input = node.querySelector("select, input");
     const now = () => new URLSearchParams(location.hash.split("?")[1]).get(name) === value;
     const say = (what) => input.dispatchEvent(new Event(what, { bubbles: true }));
     if (!input) node.querySelector(`[data-value="${value}"]`).click();
