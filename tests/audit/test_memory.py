@@ -1,4 +1,4 @@
-"""Bytes of an audit beside those that the program declares itself, and beside torch.profiler's in one rank."""
+"""Bytes of an audit beside what the program declares itself, and beside torch.profiler's in one rank."""
 
 from __future__ import annotations
 
