@@ -1,4 +1,4 @@
-"""Dialogues and preference pairs: records as tokens, where the loss counts answers alone, and rows of them.
+"""Dialogues and preference pairs: records as tokens, where the loss counts those in answers, and rows of them.
 
 A record has `messages`, or `prompt` with `completion`, or `prompt` (which the answers may have in common instead) with
 `chosen` and `rejected`. Each is a text, or a list of messages, which `transformers` renders by the tokenizer's chat

@@ -51,8 +51,8 @@ def opened(content: bytes) -> View:
 
 def _certificate(data: dict[str, Any]) -> View:
     """What `certify --json` has written: a row per layout and model with a column per property, and what is wrong,
-    each with the text of a program that shows it."""
-    rows, found = data["rows"], data["findings"]
+    with the text of a program that shows it."""
+    rows, findings = data["rows"], data["findings"]
     names = [name for name in rows[0]["cells"] if any(row["cells"][name]["state"] != "not run" for row in rows)]
     cells = [(row["layout"], row["model"], *(row["cells"][name]["state"] for name in names)) for row in rows]
     tables = {
@@ -63,12 +63,12 @@ def _certificate(data: dict[str, Any]) -> View:
     units = dict.fromkeys(("property", "model", "smallest layout", "parameter", "error", "kind"), "")
     of_cell = ("parameter", "error", "kind")
     wrong = [
-        (one["column"], one["model"], one["layout"], *(one["cell"][name] for name in of_cell)) for one in found
+        (one["column"], one["model"], one["layout"], *(one["cell"][name] for name in of_cell)) for one in findings
     ]  # fmt: skip
     how = {"cells": How([", ".join(f"{count} {state}" for state, count in data["counts"].items() if count)])}
     if wrong:
         tables["findings"] = Table.of_rows("What is wrong, where it is smallest", units, wrong)
-        how["findings"] = How([line for one in found for line in one["script"].splitlines()])
+        how["findings"] = How([line for one in findings for line in one["script"].splitlines()])
     line = f"{data['engine']}: {data['counts']['proven']} cells proven, {data['counts']['wrong']} wrong."
     more = {"kind": "certificate", "title": data["engine"], "timeline": {"rows": []}, "verdict": {"line": line}}
     return View({}, {}, tables, how, more)
