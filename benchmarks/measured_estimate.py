@@ -43,7 +43,7 @@ from shardwise.emulate.share_job import Share, ShareJob
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP, REPLICA
-from shardwise.layout.units import Backend
+from shardwise.layout.unit import Backend
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts
 from shardwise.model.parameters import count

@@ -148,10 +148,10 @@ def plan_of(model: ModelConfig, tp: int, cp: int, **chosen: Any) -> UnitPlan | N
         plan = unit_plan(model, layout, workload)
     except UserError:
         return None
-    if plan.routes:
-        if chosen["rows"] == "padded" and plan.routed_places * plan.model.experts.active == plan.routed_pairs:
+    if plan.blueprint.routes:
+        if chosen["rows"] == "padded" and plan.routing.places * plan.model.experts.active == plan.routing.pairs:
             return None
-        pairs = next(n for n in range(plan.routed_pairs, 0, -1) if unique(n)) if chosen["rows"] else plan.routed_pairs
+        pairs = next(n for n in range(plan.routing.pairs, 0, -1) if unique(n)) if chosen["rows"] else plan.routing.pairs
         received = next(n for n in itertools.count(pairs + 1) if unique(n)) if ep > 1 else pairs
         routed = RoutedRows(tuple((part, ((pairs, received),)) for part in plan.of_kind("block")))
         plan = replace(plan, routed=routed)
@@ -257,14 +257,14 @@ def saved_storages(plan: UnitPlan, fake: FakeTensorMode) -> dict[str, list[Saved
     """Part of the plan's first rank -> storages that it saves in the forward pass of a micro-batch, the head's loss
     included, in the order in which they are saved; those that several parts save left out."""
     found: dict[int, tuple[torch.Tensor, str, set[str]]] = {}
-    first, from_input = next(iter(plan.first_blocks), ""), plan.layout.recompute == "input"
+    first, from_input = next(iter(plan.local.first_blocks), ""), plan.layout.recompute == "input"
     with fake_ranks(plan.layout.ranks), fake:
         runner, made = StageRunner(plan, fake_comms(plan), torch.device("cpu")), _Made()
         lasting = {t.untyped_storage()._cdata for tensors in runner.engine.storages().values() for t in tensors}
         use_unit, current = runner.engine.use_unit, [plan.parts[0]]
 
         def used(kind: str, part: str) -> None:
-            current[0] = first if from_input and plan.kind(part) == "block" else part
+            current[0] = first if from_input and plan.blueprint.kind(part) == "block" else part
             made.modules[0] = current[0], ""
             use_unit(kind, part)
 
@@ -298,7 +298,7 @@ class Namer:
     """Names of the tensors that one part saves, in the order in which they come."""
 
     def __init__(self, plan: UnitPlan, part: str) -> None:
-        self.plan, self.kind, self.routes = plan, plan.kind(part), plan.routes_in(part)
+        self.plan, self.kind, self.routes = plan, plan.blueprint.kind(part), plan.blueprint.routes_in(part)
         s = Sizes.of(plan)
         sizes = recorded.sizes_of(plan, s, part, self.routes)
         self.sizes = {name: size for name, size in sizes.items() if name not in vars(s)} | vars(s)
@@ -325,7 +325,7 @@ class Namer:
         if wide and saved.op != "_softmax":
             self.core.remove(wide[0])
             return wide[:1]
-        if core and self.plan.fuses_blocks and saved.nbytes == sum(self.value(formula) for _, formula in self.core[:3]):
+        if core and self.plan.fused and saved.nbytes == sum(self.value(formula) for _, formula in self.core[:3]):
             rows, self.core = self.core[:3], self.core[3:]
             return rows
         if saved.nbytes == 2 * self.value(inner := "element*tokens*inner") and self.inner[:1] == ["gate"]:
@@ -357,7 +357,7 @@ class Namer:
         saver, maker = saved.saver, saved.maker
         if self.plan.layout.recompute in ("full", "input"):
             return "input"
-        if self.plan.fuses_blocks and saver == "":
+        if self.plan.fused and saver == "":
             return self._of_fused(saved)
         if saved.dtype in ("int64", "bool"):
             return "chosen experts" if maker == "mlp.router" else "order of pairs"
@@ -416,7 +416,7 @@ def keys(plan: UnitPlan) -> dict[Key, str]:
     """What a plan records -> a part that does."""
     found: dict[Key, str] = {}
     for part in plan.parts:
-        traits = recorded.traits_of(plan, part, plan.routes_in(part))
+        traits = recorded.traits_of(plan, part, plan.blueprint.routes_in(part))
         kind = str(traits["kind"])
         for name, names in TRAITS[kind].items():
             found[kind, name, recorded.key_of(traits, names.split())] = part

@@ -50,4 +50,4 @@ def test_classes_have_few_public_members() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and (count := members(node)) > most:
                 found[f"{path.relative_to(PACKAGE).as_posix()}:{node.name}"] = count
-    assert found == SIZES["classes"]["larger"], "split the class; those listed may only shrink"
+    assert not found, "split the class"

@@ -46,7 +46,7 @@ from shardwise.runtime.job.text import with_corpus
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
-    from shardwise.layout.units import Backend
+    from shardwise.layout.unit import Backend
     from shardwise.model.parameters import Model
     from shardwise.report.terminal import Renderable
 

@@ -75,7 +75,7 @@ def units_of(model: ModelConfig, layout: Layout, rank: int, state: Arrays, kind:
     """Unit -> the interval of its flat buffer that the rank holds."""
     held, mesh = {}, Mesh.of(layout, model)
     for unit in unit_plan(model, layout, Workload(), rank=rank).units:
-        shard = mesh.index(unit.shard, rank)
+        shard = mesh.index(unit.sharded_over, rank)
         flat = np.concatenate([local_of(p, state[f"{kind}/{p.name}"]).reshape(-1) for p in unit.placed])
         flat = np.concatenate([flat, np.zeros(unit.padded - len(flat), flat.dtype)])
         held[unit.name] = flat[shard * unit.shard_numel : (shard + 1) * unit.shard_numel]
@@ -85,7 +85,7 @@ def units_of(model: ModelConfig, layout: Layout, rank: int, state: Arrays, kind:
 def starts_of(model: ModelConfig, layout: Layout, rank: int) -> dict[str, int]:
     """Unit -> where the rank's interval begins in its flat buffer."""
     mesh, units = Mesh.of(layout, model), unit_plan(model, layout, Workload(), rank=rank).units
-    return {u.name: mesh.index(u.shard, rank) * u.shard_numel for u in units}
+    return {u.name: mesh.index(u.sharded_over, rank) * u.shard_numel for u in units}
 
 
 def write_rank(folder: Path, model: ModelConfig, layout: Layout, rank: int, state: Arrays) -> PartRecord:

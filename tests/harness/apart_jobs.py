@@ -30,7 +30,7 @@ def exchanged(rank: int, asked: Exchanged) -> tuple[Tensor, Tensor, Tensor]:
     plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
     comms = make_comms(asked.layout, asked.model, rank, timeout=60.0)
     unit = plan.by_name[asked.unit]
-    pieces = outer_pieces(plan, unit, comms.index(unit.shard))
+    pieces = outer_pieces(plan, unit, comms.index(unit.sharded_over))
     assert pieces is not None
     exchange = PackedExchange(unit.name, pieces, outer_residuals(plan, unit), comms, torch.device("cpu"))
     summed = numbers(rank, unit.shard_numel)

@@ -201,7 +201,7 @@ def assert_replicas_equal(ranks: list[RankOutcome]) -> None:
 
 def _plan(case: Case, layout: Layout, index: int, outcome: RankOutcome) -> UnitPlan:
     plan = unit_plan(case.model, layout, case.workload, rank=index, backend=outcome.backend)
-    return replace(plan, routed=outcome.routed) if plan.routes else plan
+    return replace(plan, routed=outcome.routed) if plan.blueprint.routes else plan
 
 
 def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:

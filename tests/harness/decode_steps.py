@@ -67,7 +67,7 @@ class _WithKernels(_Twice):
         self.chooser = Chooser(kernels=True)
 
     def _keep(self, part: str) -> MakeProduct:
-        if self.plan.kind(part) == "embedding":
+        if self.plan.blueprint.kind(part) == "embedding":
             return super()._keep(part)
         return CudaProducts(self.chooser, self.dtype, int8=self.job.quantize == "int8")
 

@@ -18,7 +18,7 @@ from shardwise.layout import Layout, Mesh, unit_plan
 from shardwise.layout.axes import DP, REPLICA
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.homes import state_file
-from shardwise.layout.units import Backend
+from shardwise.layout.unit import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes, LedgerRow
 from shardwise.runtime.job.setup import local_view, make_comms

@@ -11,7 +11,7 @@ from typing import Any
 from harness.space import EXPERT_MODELS, MODELS, SPACES, stage_layers
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
-from shardwise.layout.units import Backend
+from shardwise.layout.unit import Backend
 from shardwise.model import ModelConfig
 from shardwise.model.lora import Lora
 

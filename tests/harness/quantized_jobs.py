@@ -13,7 +13,10 @@ from torch import Tensor
 
 from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.layout.units import WEIGHT_BITS, Gather, Unit, UnitPlan
+from shardwise.layout.gradients import residuals
+from shardwise.layout.transport_buffers import transport_buffers
+from shardwise.layout.unit import WEIGHT_BITS, Gather, Unit
+from shardwise.layout.units import UnitPlan
 from shardwise.layout.wire import packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
@@ -79,7 +82,7 @@ def numbers(seed: int, elements: int) -> Tensor:
 def _unit(rank: int, asked: Summed) -> tuple[Comms, UnitPlan, Unit, Tensor]:
     plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
     unit = plan.by_name[asked.unit]
-    room = torch.empty(plan.transport_buffers.room(plan, unit), dtype=torch.uint8)
+    room = torch.empty(transport_buffers(plan).room(plan, unit), dtype=torch.uint8)
     return make_comms(asked.layout, asked.model, rank, timeout=60.0), plan, unit, room
 
 
@@ -109,17 +112,17 @@ class FedBack:
 def fed_back(rank: int, asked: Summed) -> FedBack:
     """Several sums of one unit, each with the errors of the one before."""
     comms, plan, unit, room = _unit(rank, asked)
-    residuals = Residuals(unit, plan.residuals(unit), torch.device("cpu"), ByteCounter())
+    errors = Residuals(unit, residuals(plan, unit), torch.device("cpu"), ByteCounter())
     sums = []
     for step in range(asked.steps):
         target = Target(torch.zeros(unit.shard_numel))
         full = numbers((asked.seed + step) * 100 + rank, unit.padded)
-        PackedSum(comms, unit, full, room, lambda target=target: target, lambda: None, residuals).wait()
+        PackedSum(comms, unit, full, room, lambda target=target: target, lambda: None, errors).wait()
         sums.append(target.tensor)
-    folded = residuals.folded(comms)
+    folded = errors.folded(comms)
     dist.barrier()
     comms.close()
-    return FedBack(sums, residuals.first, residuals.second, folded)
+    return FedBack(sums, errors.first, errors.second, folded)
 
 
 @dataclass
@@ -163,7 +166,7 @@ def accounted(rank: int, asked: Training) -> list[Account]:
         if flat.residuals is None:
             continue
         folded = flat.residuals.folded(program.comms).double()
-        program.comms.all_reduce(true[name], flat.unit.shard, name)
+        program.comms.all_reduce(true[name], flat.unit.sharded_over, name)
         total = torch.stack([true[name][flat.start : flat.stop], sent[name]])
         program.comms.all_reduce(total.view(-1), flat.unit.replicate, name)
         apart = total[0] - total[1] - folded

@@ -15,7 +15,7 @@ from harness.reference import Case, Outcome, values
 from shardwise.layout import Layout, unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import server_rank
-from shardwise.layout.units import Backend
+from shardwise.layout.unit import Backend
 from shardwise.report import Role
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.pipeline.step import TrainProgram

@@ -15,6 +15,8 @@ from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from harness.reference import Case, Outcome, global_batch, make_batch, plain_decoder
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
+from shardwise.layout.gathers import step_uses
+from shardwise.layout.gradients import finished_after
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
 from shardwise.ops.cuda.cross_entropy import LossForm
@@ -119,10 +121,10 @@ def tiny_gradients(rank: int, payload: tuple[Case, Layout, int, float]) -> list[
     engine.begin_step()
     for index in range(count + 1):
         engine.begin_micro_batch()
-        for use in plan.uses():
+        for use in step_uses(plan):
             engine.use_unit(use.kind, use.part)
             if use.kind == "backward":
-                for unit in plan.finished_after(use.part):
+                for unit in finished_after(plan, use.part):
                     flat = engine.units[unit.name]
                     for slot in flat.grad_slots:
                         slot.add_sum(torch.full((1, *slot.view.shape), 1.0 if index == 0 else tiny).to(slot.view))

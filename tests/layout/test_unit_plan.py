@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from harness.strategies import split_models
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import KV, TP
+from shardwise.layout.gathers import gathering_uses, slot_elements, step_uses
+from shardwise.layout.gradients import finished_after
 from shardwise.layout.placement import Placed, place
-from shardwise.layout.units import Unit
+from shardwise.layout.transport_buffers import transport_buffers
+from shardwise.layout.unit import Unit
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import parameters
@@ -106,7 +109,7 @@ def test_every_parameter_is_in_one_unit_and_tied_ones_alone(split: Split) -> Non
         if model.tied
         else "tied" not in names
     )
-    finished = [unit.name for part in reversed(plan.parts) for unit in plan.finished_after(part)]
+    finished = [unit.name for part in reversed(plan.parts) for unit in finished_after(plan, part)]
     assert sorted(finished) == sorted(unit.name for unit in plan.units), "each unit is reduced once"
     if model.tied:
         assert plan.by_name["tied"] in plan.units_of("head") and plan.by_name["tied"] in plan.units_of("embedding")
@@ -116,19 +119,19 @@ def test_every_parameter_is_in_one_unit_and_tied_ones_alone(split: Split) -> Non
 def test_whatever_a_part_reads_is_in_its_slot(split: Split) -> None:
     plan = plan_of(split)
     resident: dict[str, Unit] = {}
-    steps = list(plan.gathering_uses())
+    steps = list(gathering_uses(plan))
     assert len(steps) == plan.micro_batches
     for step in steps:
-        assert [(u.kind, u.part) for u in step] == [(u.kind, u.part) for u in plan.uses()]
+        assert [(u.kind, u.part) for u in step] == [(u.kind, u.part) for u in step_uses(plan)]
         for use in step:
             for gather in use.gathers:
                 unit = plan.by_name[gather.unit]
                 assert resident.get(unit.slot) != unit, "gathered although resident"
-                assert unit.padded <= plan.slots[unit.slot]
+                assert unit.padded <= slot_elements(plan)[unit.slot]
                 resident[unit.slot] = unit
             if (use.kind, use.part) != ("backward", "embedding"):
                 assert all(resident[unit.slot] == unit for unit in plan.units_of(use.part))
-    assert len(plan.slots) <= 2 + split[0].tied
+    assert len(slot_elements(plan)) <= 2 + split[0].tied
 
 
 @given(split_models())
@@ -136,12 +139,12 @@ def test_units_are_staged_by_turns_where_ranks_read_each_other(split: Split) -> 
     alone = plan_of(split).transport_buffers
     assert not alone.lasting and all(unit == buffer for unit, buffer in alone.staged.items())
     plan = UnitPlan(*split, 0, "shared")
-    staged, sizes = plan.transport_buffers.staged, plan.transport_buffers.sizes
-    assert set(staged) == ({unit.name for unit in plan.units} if plan.stages_gradients else set())
+    staged, sizes = transport_buffers(plan).staged, transport_buffers(plan).sizes
+    assert set(staged) == ({unit.name for unit in plan.units} if plan.dtypes.stages_gradients else set())
     assert all(plan.by_name[name].padded <= sizes[slot] for name, slot in staged.items())
-    assert plan.transport_buffers.lasting == (plan.layout.stage == 3 and plan.layout.pp == 1)
-    if plan.transport_buffers.lasting:
-        done = [unit.name for part in reversed(plan.parts) for unit in plan.finished_after(part)]
+    assert transport_buffers(plan).lasting == (plan.layout.stage == 3 and plan.layout.pp == 1)
+    if transport_buffers(plan).lasting:
+        done = [unit.name for part in reversed(plan.parts) for unit in finished_after(plan, part)]
         assert all(staged[before] != staged[after] for before, after in pairwise(done))
         assert [name for name, slot in staged.items() if slot == "tied"] == ["tied"] * split[0].tied
 
@@ -149,7 +152,7 @@ def test_units_are_staged_by_turns_where_ranks_read_each_other(split: Split) -> 
 @given(split_models())
 def test_every_block_has_one_backward_after_its_inputs_are_there(split: Split) -> None:
     plan = plan_of(split)
-    uses = plan.uses()
+    uses = step_uses(plan)
     backwards = [use.part for use in uses if use.kind == "backward"]
     assert backwards == list(reversed(plan.parts))
     blocks = [part for part in plan.parts if part.startswith("blocks.")]

@@ -14,8 +14,11 @@ from harness.space import cases
 from harness.strategies import split_models
 from harness.today import EVERYTHING, seed
 from shardwise.cluster import Cluster
-from shardwise.layout import Layout, Mesh, UnitPlan, Workload, pipeline, unit_plan
-from shardwise.layout.units import Backend
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, gathers, pipeline, unit_plan
+from shardwise.layout.gathers import gather_counts
+from shardwise.layout.pipeline import count_step
+from shardwise.layout.transport_buffers import transport_buffers
+from shardwise.layout.unit import Backend
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
@@ -124,7 +127,7 @@ def test_gradients_come_while_activations_go(split: tuple[ModelConfig, Layout, W
     assert (moments[-1].when, moments[-1].total) == ("optimizer", gradient_bytes(plan))
     assert all(b.gradients >= a.gradients for a, b in pairwise(moments))
     # One reduction runs behind one part's backward: two units are staged at once, and a tied weight.
-    e = DTYPE_BYTES[plan.layout.dtype] * plan.stages_gradients + DTYPE_BYTES[plan.wire_dtype]
+    e = DTYPE_BYTES[plan.layout.dtype] * plan.dtypes.stages_gradients + DTYPE_BYTES[plan.dtypes.wire]
     assert max(moment.comm for moment in moments) <= 3 * e * max(unit.padded for unit in plan.units)
 
 
@@ -132,9 +135,9 @@ def test_gradients_come_while_activations_go(split: tuple[ModelConfig, Layout, W
 def test_gradients_that_others_read_lie_in_lasting_memory(split: tuple[ModelConfig, Layout, Workload]) -> None:
     """Two units' worth, and a tied weight's, whatever the moment; nothing else is staged."""
     plan = UnitPlan(*split, 0, "shared")
-    if not plan.transport_buffers.lasting:
+    if not transport_buffers(plan).lasting:
         return
-    lasting = sum(plan.transport_buffers.sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
+    lasting = sum(transport_buffers(plan).sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
     moments = list(held_through_step(plan))
     assert {moment.comm for moment in moments} == {lasting}
     assert moments[0].gradients == 0
@@ -225,11 +228,11 @@ def test_the_steady_state_counts_what_every_action_counts() -> None:
         one_by_one.outcomes = _Forgetful()
         one_by_one.like = {stage: stage for stage in plan.stages}
         one_by_one.bytes_of = {stage: StageBytes.of(plan, Sizes.of(plan), stage) for stage in plan.stages}
-        for action in plan.actions:
+        for action in plan.pipeline.actions:
             one_by_one.do(action)
         assert held_by_actions(plan) == one_by_one.end(), name
-        assert plan.count(ledger._pipeline) == ledger._pipeline(plan), name
-        assert plan.gather_counts() == plan._gathers_one_by_one(), name
+        assert count_step(plan, ledger._pipeline) == ledger._pipeline(plan), name
+        assert gather_counts(plan) == gathers._gathers_one_by_one(plan), name
         left_out.add((plan.layout.schedule, plan.short.micro_batches < plan.micro_batches))
     assert sum(short for _, short in left_out) >= 7
 

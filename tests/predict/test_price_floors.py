@@ -130,7 +130,7 @@ def gradient_floor(model: ModelConfig, layout: Layout, workload: Workload, clust
     """Seconds of the passes that add up a rank's gradients, at the full bandwidth of the memory: of the rank that has
     the fewest."""
     first = unit_plan(model, layout, workload, backend="nccl")
-    narrow, wide = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[first.grad_dtype]
+    narrow, wide = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[first.dtypes.gradients]
     late, count = layout.stage >= 2, first.micro_batches
     if not first.stages_gradients or (wide == narrow and count == 1):
         return 0.0
@@ -276,8 +276,8 @@ LLAMA = get("llama-3-8b")
 def test_widths_are_those_of_the_plan(point):
     plan_of = unit_plan(point.case.model, point.layout, point.case.workload, backend="nccl")
     split = StepShape.of(point.layout, point.case.workload)
-    assert float(split.gradient_width) == DTYPE_BYTES[plan_of.grad_dtype]
-    assert float(split.wire_width) == DTYPE_BYTES[plan_of.wire_dtype]
+    assert float(split.gradient_width) == DTYPE_BYTES[plan_of.dtypes.gradients]
+    assert float(split.wire_width) == DTYPE_BYTES[plan_of.dtypes.wire]
 
 
 def test_gradients_of_several_micro_batches_go_over_the_wire_in_fp32():

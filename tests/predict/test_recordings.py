@@ -124,7 +124,7 @@ def test_every_mechanism_has_recordings() -> None:
             continue
         s = Sizes.of(plan)
         for part in plan.parts:
-            kind = traits_of(plan, part, plan.routes_in(part))["kind"]
+            kind = traits_of(plan, part, plan.blueprint.routes_in(part))["kind"]
             items = made_items(plan, s, part)
             assert items.keys() - {"norm"} <= recordings()[str(kind)].keys() and min(items.values(), default=0) >= 0
             answered += 1

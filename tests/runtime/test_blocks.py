@@ -56,7 +56,7 @@ def test_outputs_and_gradients(batch: int, seq: int, model: ModelConfig, later: 
 @from_table
 def test_the_plan_says_which_blocks_are_fused(change: dict[str, Any], layout: str, fused: bool) -> None:
     plan = unit_plan(MODEL.replace(**change), Layout.parse(layout), Workload(8, 2))
-    assert plan.fuses_blocks is fused
+    assert bool(plan.fused) is fused
     unit = plan.by_name["blocks.0"]
     flat = torch.zeros(unit.numel)
     lie = {p.name: flat[at : at + p.numel].view(p.shape) for at, p in zip(unit.offsets, unit.placed, strict=True)}

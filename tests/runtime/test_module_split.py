@@ -11,6 +11,7 @@ from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, StepReport, UserError, split
 from shardwise.layout import Workload, unit_plan
+from shardwise.layout.gathers import gather_counts, gathered_elements
 from shardwise.runtime.module.describe import describe, find_blocks
 
 PLAIN = ("skips", "states", "shared")
@@ -62,8 +63,8 @@ def test_the_ledger_has_the_gathers_and_sums_of_the_plan():
     for outcome in trained(job):
         rows = {(r.phase, r.op, r.unit, r.elements): r.count for r in outcome.ledger if r.unit in plan.by_name}
         gathers = {
-            (phase, "all_gather_into", gather.unit, plan.gathered(gather)): count
-            for (phase, gather), count in plan.gather_counts().items()
+            (phase, "all_gather_into", gather.unit, gathered_elements(plan, gather)): count
+            for (phase, gather), count in gather_counts(plan).items()
         }
         # The root stays for the whole step, and the last two blocks until their backward passes.
         assert len(gathers) == 5

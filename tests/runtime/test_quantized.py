@@ -19,7 +19,8 @@ from harness.today import QUANTIZED, by_turns, of_some, some_of
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import HPZ, SHARD
-from shardwise.layout.units import GRADIENT_BITS
+from shardwise.layout.gathers import gather_counts
+from shardwise.layout.unit import GRADIENT_BITS
 from shardwise.layout.wire import BLOCK, packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
@@ -395,7 +396,7 @@ NEAR = {"embedding": 3, "blocks.0": 4, "blocks.1": 7, "blocks.2": 7, "blocks.3":
 def test_only_the_first_gather_of_a_step_is_over_all_shards(pp: int, near: dict[str, int]) -> None:
     plan = unit_plan(get("tiny-llama"), Layout(dp=8, pp=pp, zero=3, hpz=4), Workload(64, 32))
     assert plan.micro_batches == 4
-    counts = plan.gather_counts()
+    counts = gather_counts(plan)
     for unit in plan.units:
         over = {axes: sum(n for (_, g), n in counts.items() if g[:2] == (unit.name, axes)) for axes in (SHARD, HPZ)}
         assert over == {SHARD: 1, HPZ: near.get(unit.name, 0)}, unit.name

@@ -12,7 +12,8 @@ from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import DP, PP, TP
 from shardwise.layout.experts import across_axes, experts_across
-from shardwise.layout.units import Gather
+from shardwise.layout.gathers import generating_uses, slot_elements
+from shardwise.layout.unit import Gather
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts, LatentAttention
 from shardwise.ops.cpu.products import FbgemmInt8
@@ -132,7 +133,7 @@ def routed_of(number: int, rank: int, everyone: list[list[Seen]], plan: UnitPlan
 
 def first_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
     """What the first turn gathers, which finds all slots empty."""
-    first, _ = plan.generating_uses("decode")
+    first, _ = generating_uses(plan, "decode")
     return tuple(gather for use in first for gather in use.gathers) if plan.layout.stage == 3 else ()
 
 
@@ -156,7 +157,7 @@ def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layou
 
 def _check_bytes(told: Followed, plan: UnitPlan) -> None:
     """What a rank holds is what `serving_fit` counts."""
-    slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
+    slots = sum(slot_elements(plan).values()) if plan.layout.stage == 3 else 0
     assert told.weights == weight_bytes(plan) and told.slots == slots * DTYPE_BYTES[plan.layout.dtype]
     assert told.cache == 3 * 32 // 4 * page_bytes(plan, 4)
     assert told.passing <= passing_bytes(plan, ServingSetup(**JOB))

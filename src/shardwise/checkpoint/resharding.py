@@ -33,7 +33,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.placement import Placed
-from shardwise.layout.units import Unit
+from shardwise.layout.unit import Unit
 from shardwise.model import ModelConfig
 from shardwise.model.adapters import is_scale
 from shardwise.model.blueprint import Blueprint
@@ -77,7 +77,7 @@ def needs(model: Model, layout: Layout, rank: int, frozen: bool = False) -> tupl
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
     for unit in (unit for unit in plan.units if unit.frozen == frozen):
-        start = mesh.index(unit.shard, rank) * unit.shard_numel
+        start = mesh.index(unit.sharded_over, rank) * unit.shard_numel
         found += _held(unit, start, start + unit.shard_numel)
     return tuple(found)
 
@@ -91,8 +91,8 @@ def writes(model: Model, layout: Layout, rank: int) -> tuple[LocalInterval, ...]
         return ()
     for unit in (unit for unit in plan.units if not unit.frozen):
         share = -(-unit.shard_numel // mesh.size(unit.replicate))
-        end = (mesh.index(unit.shard, rank) + 1) * unit.shard_numel
-        start = mesh.index(unit.shard, rank) * unit.shard_numel + mesh.index(unit.replicate, rank) * share
+        end = (mesh.index(unit.sharded_over, rank) + 1) * unit.shard_numel
+        start = mesh.index(unit.sharded_over, rank) * unit.shard_numel + mesh.index(unit.replicate, rank) * share
         # Under a pipeline the last stage has a copy of a tied embedding, which the first one writes.
         runs = _held(
             unit, start, min(start + share, end),

@@ -18,7 +18,7 @@ from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.emulate.measured_step import MeasuredStep
-    from shardwise.layout.units import Backend
+    from shardwise.layout.unit import Backend
     from shardwise.report import StepReport
 
 

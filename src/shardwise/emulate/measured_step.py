@@ -21,7 +21,8 @@ from shardwise.emulate.share_job import Share, ShareJob
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check_runnable
 from shardwise.layout.axes import PP
-from shardwise.layout.units import Backend, UnitPlan, unit_plan
+from shardwise.layout.unit import Backend
+from shardwise.layout.units import UnitPlan, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.predict.time import Pricing
 from shardwise.predict.time.link_use import named

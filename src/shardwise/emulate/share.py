@@ -94,7 +94,7 @@ class ShareRecorder(TimelineRecorder):
         self._groups = {
             comms.mesh.name(axes): comms.mesh.group(axes, comms.rank) for axes in axes_of(program.plan.model)
         }
-        if program.plan.schedule is not None:
+        if program.plan.pipeline.schedule is not None:
             program.after_compute = self._computed
 
     def start(self) -> None:
@@ -179,7 +179,7 @@ class ShareRun:
         micro_batches = self.batches.step(number * batch, batch, random.key(SEED, "dropout", number))
         before = time.perf_counter() - started
         recorder = ShareRecorder(self.program, self.prices, self.pace)
-        if self.program.plan.schedule is not None:
+        if self.program.plan.pipeline.schedule is not None:
             micro_batches = MicroBatches(micro_batches, recorder.start)
         with recorder:
             self.program.step(micro_batches, self.config.lr)
@@ -195,9 +195,9 @@ class ShareRun:
         every = gather_objects((step.began, stage_times(plan, step)))
         for _, of_rank in every:
             times |= of_rank
-        assert plan.schedule is not None
-        spans = simulated(plan.schedule, times, self.message, overlap=False).computing[plan.pp_rank]
-        actions = [action for action in plan.actions if action.kind in COMPUTE]
+        assert plan.pipeline.schedule is not None
+        spans = simulated(plan.pipeline.schedule, times, self.message, overlap=False).computing[plan.pp_rank]
+        actions = [action for action in plan.pipeline.actions if action.kind in COMPUTE]
         began, starts = max(began for began, _ in every), []
         for action, (start, _) in zip(actions, spans, strict=True):
             starts += [began + start, *[0.0] * (len(list(action.leaves())) - 1)]

@@ -67,7 +67,7 @@ def pipelined(
         times |= dict(zip(plan.stages, mine.values(), strict=True))
     steps = [share.steps[repeat] for share in shares.values()]
     before, after = max(step.began for step in steps), max(step.seconds - step.spans[-1][1] for step in steps)
-    schedule = places[0].schedule
+    schedule = places[0].pipeline.schedule
     assert schedule is not None
     return before + simulated(schedule, times, message, overlap).makespan + after
 
@@ -84,7 +84,7 @@ def simulated(
 def stage_times(plan: UnitPlan, step: ShareStep) -> dict[int, StageTimes]:
     """Times of each stage of a rank: means over its micro-batches. Where both gradients are computed at once, they
     count as the inputs'."""
-    computations = [part for action in plan.actions if action.kind in COMPUTE for part in action.leaves()]
+    computations = [part for action in plan.pipeline.actions if action.kind in COMPUTE for part in action.leaves()]
     took: dict[tuple[int, str], list[float]] = defaultdict(list)
     for part, (start, end) in zip(computations, step.spans, strict=True):
         took[part.stage, part.kind].append(end - start)

@@ -6,8 +6,10 @@ from math import gcd
 from typing import NamedTuple, Self
 
 from shardwise.layout.axes import CP, DATA, EP, EP_ACROSS, STAGE, TP, Axes
+from shardwise.layout.context import SequenceCut
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placed, width_held
+from shardwise.model.blueprint import Blueprint
 from shardwise.ops.expert_share import ExpertShare
 from shardwise.records import dataclass
 
@@ -61,6 +63,68 @@ class RoutedRows:
     def by_part(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Part -> its micro-batches."""
         return dict(self.rows)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Tokens that one rank routes to experts in a micro-batch, and rows that it exchanges for them."""
+
+    blueprint: Blueprint
+    layout: Layout
+    sequence: SequenceCut
+    tokens: int
+    stream_tokens: int
+    tp_rank: int
+    cp_rank: int
+    active: int
+    """Experts that a token goes to."""
+    routed: RoutedRows | None
+    """As of `UnitPlan`."""
+
+    @cached_property
+    def places(self) -> int:
+        """Tokens of one micro-batch that this rank routes to experts, padding included."""
+        if gathers_sequences(self.layout):
+            return self.tokens
+        if self.layout.sp:
+            return self.stream_tokens
+        each = slice_of(self.layout, self.tokens)
+        return max(0, min(each, self.tokens - self.tp_rank * each))
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of a token and an expert of one micro-batch that this rank sends, if no expert is full."""
+        return (self.places - self._padding) * self.active
+
+    @property
+    def _padding(self) -> int:
+        """Places that it routes which are no tokens: those that fill up the last chunks of a cut sequence."""
+        cut, layout = self.sequence, self.layout
+        if cut.padded == cut.seq:
+            return 0
+        whole = [place >= cut.seq for run in cut.places(self.cp_rank) for place in run]
+        if gathers_sequences(layout):
+            return layout.micro * sum(whole)
+        each = slice_of(layout, len(whole) if layout.sp else len(whole) * layout.micro)
+        own = slice(self.tp_rank * each, (self.tp_rank + 1) * each)
+        return layout.micro * sum(whole[own]) if layout.sp else sum((whole * layout.micro)[own])
+
+    def rows(self, part: str, micro: int | None = None) -> tuple[int, int]:
+        """(pairs that a part's mixture sends to experts, rows that come to those here) in one micro-batch; the most of
+        any without `micro`."""
+        if self.routed is None:
+            return self.pairs, self.pairs
+        rows = self.routed.by_part[part]
+        return (max(sent for sent, _ in rows), max(come for _, come in rows)) if micro is None else rows[micro]
+
+    def alike(self, part: str) -> tuple[bool, tuple[int, int]]:
+        """Equal for blocks that need the same memory: whether they have experts, and rows that these exchange."""
+        return (True, self.rows(part)) if self.blueprint.routes and self.blueprint.routes_in(part) else (False, (0, 0))
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether its micro-batches have exchanged different numbers of rows."""
+        return self.routed is not None and any(len(set(rows)) > 1 for _, rows in self.routed.rows)
 
 
 # -- generation, where all tensor-parallel ranks have the same tokens

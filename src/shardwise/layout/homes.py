@@ -17,7 +17,8 @@ from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
-    from shardwise.layout.units import Unit, UnitPlan
+    from shardwise.layout.unit import Unit
+    from shardwise.layout.units import UnitPlan
 
 TO_HOST, TO_DEVICE = ("to_host", "host"), ("to_device", "host")
 DISK_READ, DISK_WRITE = ("read", "disk"), ("write", "disk")
@@ -39,6 +40,11 @@ SLOTS = 2
 def offloaded_elements(layout: Layout, elements: int) -> int:
     """Elements of an interval whose optimizer state is offloaded: its last ones."""
     return math.ceil(elements * layout.offload_fraction)
+
+
+def offloaded(plan: UnitPlan, unit: Unit) -> int:
+    """Elements of a unit's interval, its last ones, whose optimizer state is not on the device."""
+    return offloaded_elements(plan.layout, unit.shard_numel) if plan.trains and not unit.frozen else 0
 
 
 def paged(nbytes: int) -> int:
@@ -141,17 +147,17 @@ def state_file(plan: UnitPlan) -> StateFile | None:
     state = layout.offload_home == "nvme"
     parameters = layout.params_on_disk
     return StateFile(
-        tuple((unit.name, plan.offloaded(unit)) for unit in plan.units if state),
+        tuple((unit.name, offloaded(plan, unit)) for unit in plan.units if state),
         tuple((unit.name, unit.shard_numel) for unit in plan.units if parameters),
-        DTYPE_BYTES[plan.master_dtype],
+        DTYPE_BYTES[plan.dtypes.master],
         DTYPE_BYTES[layout.dtype],
-        len(plan.states),
+        len(plan.workload.states),
     )
 
 
 def gradient_chunk(plan: UnitPlan) -> int:
     """Elements of the buffer in which offloaded gradients are converted and clipped."""
-    return min(CHUNK, max(map(plan.offloaded, plan.units), default=0))
+    return min(CHUNK, max((offloaded(plan, unit) for unit in plan.units), default=0))
 
 
 def parameter_buffers(plan: UnitPlan) -> dict[str, int]:
@@ -173,9 +179,9 @@ def accumulates_on_host(plan: UnitPlan) -> bool:
 
 def is_master(plan: UnitPlan) -> bool:
     """Whether the engine's own interval holds the master weights of state that stays on the device."""
-    return plan.interval_dtype == plan.master_dtype and not plan.layout.offloads_params
+    return plan.dtypes.interval == plan.dtypes.master and not plan.layout.offloads_params
 
 
 def on_device(plan: UnitPlan, unit: Unit) -> int:
     """Elements of a unit's interval whose optimizer state stays on the device."""
-    return 0 if unit.frozen else unit.shard_numel - plan.offloaded(unit)
+    return 0 if unit.frozen else unit.shard_numel - offloaded(plan, unit)

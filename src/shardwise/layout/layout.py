@@ -133,10 +133,6 @@ class Layout(Keys):
         goes by the stage."""
         return self.zero if self.shard_ranks > 1 or self.offload_home != "none" else 0
 
-    def with_stage(self, zero: int) -> "Layout":
-        """This layout under another ZeRO stage, without the keys that the stage does not have. Raises `LayoutError`."""
-        return replace(self, zero=zero, **defaults(*(key.name for key in KEYS.values() if key.stage > zero)))
-
     @property
     def offload_home(self) -> str:
         """Home of offloaded optimizer state: none, cpu or nvme."""
@@ -198,3 +194,8 @@ class Layout(Keys):
 def with_replicas(layout: Layout, count: int) -> Layout:
     """The layout with another number of replicas. Raises `LayoutError` where other keys need theirs."""
     return replace(layout, dp=count)
+
+
+def with_stage(layout: Layout, zero: int) -> Layout:
+    """The layout under another ZeRO stage, without the keys that the stage does not have. Raises `LayoutError`."""
+    return replace(layout, zero=zero, **defaults(*(key.name for key in KEYS.values() if key.stage > zero)))

@@ -15,7 +15,8 @@ from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs
 from shardwise.records import dataclass
 
 if TYPE_CHECKING:
-    from shardwise.layout.units import Unit, UnitPlan
+    from shardwise.layout.unit import Unit
+    from shardwise.layout.units import UnitPlan
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Learning rate and momentum of `outer=nesterov` (DiLoCo, table 5)."""
@@ -56,7 +57,7 @@ def keeps_momentum(plan: UnitPlan) -> bool:
 def averaged_moments(plan: UnitPlan) -> int:
     """Moments per parameter whose mean over the replicas an outer step makes, as wide as the master weights."""
     averages = plan.layout.local_sgd and plan.layout.moments == "average"
-    return len(plan.states) - 1 if averages and plan.layout.independent > 1 else 0
+    return len(plan.workload.states) - 1 if averages and plan.layout.independent > 1 else 0
 
 
 def outer_pieces(plan: UnitPlan, unit: Unit, place: int = 0) -> OuterPieces | None:
@@ -80,7 +81,7 @@ def outer_exchanges(plan: UnitPlan, unit: Unit) -> Iterator[Exchange]:
     """The collectives that make the sums of a unit's outer gradients and of its moments."""
     pieces = outer_pieces(plan, unit)
     for _ in range(averaged_moments(plan) + (pieces is None)):
-        yield "all_reduce", REPLICA, plan.master_dtype, unit.shard_numel
+        yield "all_reduce", REPLICA, plan.dtypes.master, unit.shard_numel
     if pieces is not None:
         for op in ("all_to_all", "all_gather_into"):
             yield op, REPLICA, WIRE_DTYPE, pieces.count * pieces.nbytes

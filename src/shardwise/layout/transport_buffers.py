@@ -14,10 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout.axes import SHARD
+from shardwise.layout.gradients import packed_gradients, trained_units
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from shardwise.layout.units import Unit, UnitPlan
+    from shardwise.layout.unit import Unit
+    from shardwise.layout.units import UnitPlan
 
 
 STAGED = ", staged"
@@ -65,9 +67,9 @@ class TransportBuffers(NamedTuple):
 
     def room(self, plan: UnitPlan, unit: Unit) -> int:
         """Bytes of the peers' pieces while a unit is reduced; under qgz also of its own packed ones."""
-        if packed := plan.packed_gradients(unit):
+        if packed := packed_gradients(plan, unit):
             return 2 * unit.shard_ranks * packed
-        return unit.padded * DTYPE_BYTES[plan.wire_dtype] if self.receives and unit.shard_ranks > 1 else 0
+        return unit.padded * DTYPE_BYTES[plan.dtypes.wire] if self.receives and unit.shard_ranks > 1 else 0
 
 
 def transport_buffers(plan: UnitPlan) -> TransportBuffers:
@@ -85,11 +87,11 @@ def transport_buffers(plan: UnitPlan) -> TransportBuffers:
         for turn, part in enumerate(turns):
             staged |= {
                 unit.name: ("even", "odd")[turn % 2] + unit.name.removeprefix(part)
-                for unit in plan.trained_units(part)
+                for unit in trained_units(plan, part)
                 if unit.name != "tied"
             }
     else:
-        staged = {u.name: u.name for u in plan.units if not u.frozen} if plan.stages_gradients else {}
+        staged = {u.name: u.name for u in plan.units if not u.frozen} if plan.dtypes.stages_gradients else {}
     sizes = dict.fromkeys(staged.values(), 0)
     for name, buffer in staged.items():
         sizes[buffer] = max(sizes[buffer], plan.by_name[name].padded)

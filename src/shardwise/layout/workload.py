@@ -3,7 +3,7 @@
 from shardwise.codec import EVERY, Json
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout.layout import Layout
-from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
+from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS, states_of
 from shardwise.options import option
 from shardwise.records import dataclass
 
@@ -43,6 +43,11 @@ class Workload(Json):
             raise UserError(f"workload: optimizer {self.optimizer!r}: {hint}")
         if (self.seq > 0) != (self.batch > 0):
             raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Arrays of optimizer state per parameter: master weights, then moments."""
+        return states_of(self.optimizer)
 
     def micro_batches(self, layout: Layout) -> int:
         """Micro-batches that each data-parallel rank runs in one step (gradient accumulation at pp=1).

@@ -307,6 +307,21 @@ class Blueprint(Json):
     def routes(self) -> bool:
         return any(p.cut == "expert" for part in self.parts for p in part.parameters)
 
+    def routes_in(self, part: str) -> bool:
+        """Whether a part has a router."""
+        return any(op.kind == "router" for op in self.part(part).operations)
+
+    @cached_property
+    def sums_table(self) -> bool:
+        """Whether there is a shared table whose gradient is a sum over two ends of the model."""
+        shared = self.shared
+        return bool(shared) and any(p.name in shared and not p.frozen for p in self.parameters())
+
+    def trains_in(self, part: str, module: str = "") -> bool:
+        """Whether a part, or a module inside, computes gradients of weights that it reads."""
+        of = self.part(part)
+        return of.trains(module) or (bool(of.reads) and self.sums_table)
+
     @cached_property
     def table(self) -> Parameter:
         """The table of tokens that the embedding looks up; of a user's module, what its entry shares."""

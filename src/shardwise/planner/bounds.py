@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
-from shardwise.layout.units import Backend, Unit
+from shardwise.layout.unit import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import INT8, NF4

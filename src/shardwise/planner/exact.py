@@ -13,7 +13,8 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
-from shardwise.layout.units import Backend, usual_backend
+from shardwise.layout.unit import Backend
+from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.planner.bounds import places

@@ -16,7 +16,7 @@ import numpy as np
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
 from shardwise.layout.placement import place
-from shardwise.layout.units import Backend, Unit, frozen_of, int8_of
+from shardwise.layout.unit import Backend, Unit, frozen_of, int8_of
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint

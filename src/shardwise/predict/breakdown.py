@@ -11,6 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check, unit_plan
+from shardwise.layout.layout import with_stage
 from shardwise.layout.legality import suited
 from shardwise.layout.optimizers import MODEL
 from shardwise.layout.units import UnitPlan, usual_backend
@@ -92,13 +93,13 @@ def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
 
     if plan.layout.pp == 1:
         for part in plan.parts:
-            add(plan.kind(part), saved_items(plan, s, part), 1)
+            add(plan.blueprint.kind(part), saved_items(plan, s, part), 1)
         masks = 1
     else:
         way = most_under_way(plan)
         for stage, parts in plan.stages.items():
             for part in parts:
-                add(plan.kind(part), saved_items(plan, s, part), way.saved[stage])
+                add(plan.blueprint.kind(part), saved_items(plan, s, part), way.saved[stage])
                 add("deferred", kept_items(plan, s, part), way.kept[stage])
         masks = way.attending
     add("block", {MASK: saved_mask(plan, s)}, masks)
@@ -192,7 +193,7 @@ def breakdown(
 def _under(plan: UnitPlan, stage: int) -> UnitPlan | None:
     """The plan under another ZeRO stage, without the keys that this stage has not; None where it cannot be."""
     try:
-        layout = plan.layout.with_stage(stage)
+        layout = with_stage(plan.layout, stage)
         check(layout, plan.model, plan.workload)
         return replace(plan, layout=layout)
     except LayoutError:
@@ -204,15 +205,17 @@ def _states(plan: UnitPlan, role: Role) -> StageStates:
     nbytes = {"weights": held.parameters, "gradients": held.gradients, **arrays}
     if plan.layout.served and not plan.cuda:
         nbytes["server"] = with_servers(plan, role.ranks[0], Bytes()).optimizer
-    weights = plan.interval_dtype if plan.layout.stage == 3 else plan.layout.dtype
-    dtypes = {"weights": weights, "gradients": plan.grad_dtype, **dict.fromkeys(arrays, plan.master_dtype)}
+    weights = plan.dtypes.interval if plan.layout.stage == 3 else plan.layout.dtype
+    dtypes = {"weights": weights, "gradients": plan.dtypes.gradients, **dict.fromkeys(arrays, plan.dtypes.master)}
     dtypes.pop(OUTER, None)
     return StageStates(plan.layout.zero, plan.layout, nbytes, dtypes, round(_sent(plan)))
 
 
 def _sent(plan: UnitPlan) -> Fraction:
     names = {
-        unit.name: {plan.mesh.name(axes) for axes in (unit.shard, unit.again, *(hop.axes for hop in unit.reduce))}
+        unit.name: {
+            plan.mesh.name(axes) for axes in (unit.sharded_over, unit.again, *(hop.axes for hop in unit.reduce))
+        }
         for unit in plan.units
     }
     rows = (row for row in predict_ledger(plan) if row.axes in names.get(row.unit, ()))

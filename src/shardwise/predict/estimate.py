@@ -14,7 +14,9 @@ from shardwise.layout.axes import TP
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
-from shardwise.layout.units import Backend, UnitPlan, usual_backend
+from shardwise.layout.pipeline import role_of
+from shardwise.layout.unit import Backend
+from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import Length, as_step
@@ -200,7 +202,7 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
 
 def _role(plan: UnitPlan, ranks: tuple[int, ...], counted: Callable[[UnitPlan], Bytes]) -> Role:
     return Role(
-        plan.role, ranks, counted(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
+        role_of(plan), ranks, counted(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
         host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
 

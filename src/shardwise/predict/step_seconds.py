@@ -140,7 +140,7 @@ def _saved_by_a_block(plan: UnitPlan) -> float:
     from shardwise.predict.memory.activations import stored_bytes
     from shardwise.predict.memory.sizes import Sizes
 
-    plan = plan.as_micro_batch(0) if plan.uneven else plan
+    plan = plan.as_micro_batch(0) if plan.routing.uneven else plan
     blocks, sizes = plan.of_kind("block"), Sizes.of(plan)
     return float(sum(stored_bytes(plan, sizes, part) for part in blocks)) / max(1, len(blocks))
 

@@ -48,6 +48,7 @@ from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.manifest import trained as is_trained
 from shardwise.checkpoint.names import unwrapped
 from shardwise.errors import NotFiniteError, UserError
+from shardwise.layout.gradients import feeds_back
 from shardwise.layout.outer import keeps_momentum, outer_residuals
 from shardwise.layout.units import UnitPlan
 from shardwise.model.adapters import is_scale
@@ -64,7 +65,7 @@ MOMENTUM, ERROR = "outer", "outer_error"
 
 def outer_kinds(plan: UnitPlan) -> dict[str, str]:
     """Kind -> dtype of what is stored for outer steps."""
-    kinds = {MOMENTUM: plan.master_dtype} if keeps_momentum(plan) else {}
+    kinds = {MOMENTUM: plan.dtypes.master} if keeps_momentum(plan) else {}
     return kinds | ({ERROR: "float32"} if any(any(outer_residuals(plan, unit)) for unit in plan.units) else {})
 
 
@@ -74,7 +75,7 @@ def agree(program: StepProgram) -> None:
     assert program.outer is not None
     if not program.outer.averaged:
         program.outer.average_moments()
-    if program.plan.feeds_back:
+    if feeds_back(program.plan):
         average_residuals(program)
     for unit in program.outer.units.values():
         if unit.packed is not None:
@@ -154,9 +155,9 @@ class Saver:
         self.rank = dist.get_rank()
         plan = program.plan
         self.writes = writes(plan.subject, plan.layout, self.rank)
-        self._kinds = dict.fromkeys(plan.states, plan.master_dtype) | outer_kinds(plan)
+        self._kinds = dict.fromkeys(plan.workload.states, plan.dtypes.master) | outer_kinds(plan)
         """Stored kind -> dtype."""
-        if plan.feeds_back:
+        if feeds_back(plan):
             self._kinds[RESIDUAL] = "float32"
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
@@ -175,7 +176,7 @@ class Saver:
         if self.program.outer is not None:
             agree(self.program)
         others = outer_tensors(self.program)
-        others[RESIDUAL] = folded_residuals(self.program) if self.program.plan.feeds_back else {}
+        others[RESIDUAL] = folded_residuals(self.program) if feeds_back(self.program.plan) else {}
         entries = [
             PartEntry(f"{kind}/{unwrapped(held.name)}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
             for kind, dtype in self._kinds.items()
@@ -215,7 +216,7 @@ class Saver:
                 if kind in others:
                     yield others[kind][held.unit][start:stop]
                 else:
-                    yield state.get(self.program.plan.states.index(kind), start, stop)
+                    yield state.get(self.program.plan.workload.states.index(kind), start, stop)
 
     def _each(self) -> list[LocalInterval]:
         return [*self.writes] * len(self._kinds)
@@ -328,7 +329,7 @@ def restore(
     stored = {name.partition("/")[0] for name in checkpoint.tensors}
     unused = [*checkpoint.unused_states(program.plan.workload.optimizer), *(kind for kind in OTHERS if kind in stored)]
     besides = {name: shape for name, shape in (others or {}).items() if name in checkpoint.tensors}
-    _fill(program, checkpoint, program.plan.states, unused, besides)
+    _fill(program, checkpoint, program.plan.workload.states, unused, besides)
     restore_residuals(program, checkpoint if RESIDUAL in stored else None)
     restore_outer(program, checkpoint, stored)
     manifest = checkpoint.manifest
@@ -349,7 +350,7 @@ def start_from(program: StepProgram, weights: HuggingFaceWeights) -> None:
         if flat.unit.dtype or is_scale(held.name):
             continue
         program.comms.pulse.work(f"the reading of {held.name}")
-        values = weights.read(f"model/{held.name}", held.local, plan.master_dtype)
+        values = weights.read(f"model/{held.name}", held.local, plan.dtypes.master)
         flat.put(held.start - flat.start, torch.from_numpy(values))
     base = Int8Values(plan, partial(_whole_values, program, weights, {}))
     for flat in program.engine.units.values():
@@ -378,7 +379,7 @@ def _fill(
     program: StepProgram, source: Checkpoint | HuggingFaceWeights | PeftAdapters, kinds: Sequence[str],
     unused: Sequence[str] = (), besides: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:  # fmt: skip
-    """Set weights and moments. kinds: the first of `UnitPlan.states`. unused: stored kinds that are not read; besides:
+    """Set weights and moments. kinds: the first of `Workload.states`. unused: stored kinds that are not read; besides:
     stored tensors that are not."""
     plan = program.plan
     trained = {unwrapped(name): shape for name, shape in shapes(plan.subject, (*kinds, *unused)).items()}
@@ -388,7 +389,7 @@ def _fill(
         state = states[held.unit]
         for index, kind in enumerate(kinds):
             program.comms.pulse.work(f"the reading of {held.name}")
-            values = source.read(f"{kind}/{unwrapped(held.name)}", held.local, plan.master_dtype)
+            values = source.read(f"{kind}/{unwrapped(held.name)}", held.local, plan.dtypes.master)
             state.put(index, held.start - state.flat.start, torch.from_numpy(values))
     if program.outer is not None:
         program.outer.rebase()

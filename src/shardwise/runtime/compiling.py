@@ -52,7 +52,7 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> Co
     lowered = [lower(block, context_of(name, "compiled", plan, None, device)) for name, block in blocks.items()]
     whole = not any(block.breaks for block in lowered)
     # apart: a process may hold several programs, and their compilations would count as one another's
-    first: Block = blocks[plan.first_blocks[0]]
+    first: Block = blocks[plan.local.first_blocks[0]]
     inside = whole and plan.layout.recompute == "full"
     compiled = compile_apart(_recomputed if inside else type(first).forward, fullgraph=whole)
     for block in blocks.values():

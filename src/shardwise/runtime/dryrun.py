@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check_runnable
-from shardwise.layout.units import Backend, UnitPlan, unit_plan, usual_backend
+from shardwise.layout.pipeline import role_of
+from shardwise.layout.unit import Backend
+from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, Role, StepReport
 
@@ -64,7 +66,8 @@ def dry_run(
         progress(f"{len(seen)} of {len(firsts)} kinds of ranks observed")
     roles = []
     for place, plan in zip(like, plans, strict=True):
-        roles.append(replace(_renamed(seen[place], plans[place], plan), role=plan.role, ranks=mesh.stage(plan.pp_rank)))
+        found = _renamed(seen[place], plans[place], plan)
+        roles.append(replace(found, role=role_of(plan), ranks=mesh.stage(plan.pp_rank)))
     return StepReport(
         source="dry-run",
         model=model.to_json(),
@@ -90,7 +93,7 @@ def kind_of_work(plan: UnitPlan) -> str:
     parts = [[part.partition(".")[0] for part in stage] for stage in plan.stages.values()]
     actions = [
         (action.kind, action.peer < plan.pp_rank, own.get(part.stage), part.micro)
-        for action in _run(plan).actions
+        for action in _run(plan).pipeline.actions
         for part in action.leaves()
     ]
     return repr((parts, actions))
@@ -238,7 +241,7 @@ def fake_transport(backend: Backend) -> Any:
 
 def _run(plan: UnitPlan) -> UnitPlan:
     """The plan of the step that is run: the short one, unless a rank holds more the more micro-batches there are."""
-    return plan if plan.steady and plan.steady.grows else plan.short
+    return plan if plan.pipeline.steady and plan.pipeline.steady.grows else plan.short
 
 
 class _Given(list[Any]):
@@ -278,18 +281,18 @@ def _lengthened(role: Role, plan: UnitPlan, given: _Given, inputs: int) -> Role:
 
 def _period(plan: UnitPlan) -> tuple[int, int, int]:
     """Micro-batches of a period of the steady state, and the forward passes at which one starts and stops."""
-    if plan.steady is None:
+    if plan.pipeline.steady is None:
         return 1, 1, 2
     from shardwise.schedule.pipeline.simulate import continuation
 
-    short, period = plan.short, plan.steady.period
+    short, period = plan.short, plan.pipeline.steady.period
     longer = short.of_micro_batches(short.micro_batches + period)
-    places = continuation(short.actions, longer.actions)
+    places = continuation(short.pipeline.actions, longer.pipeline.actions)
     stop = next(index for index, place in enumerate(places) if place > index)
-    start = stop - (len(longer.actions) - len(short.actions))
+    start = stop - (len(longer.pipeline.actions) - len(short.pipeline.actions))
 
     def forwards(index: int) -> int:
-        return sum(part.kind == "F" for action in short.actions[:index] for part in action.leaves())
+        return sum(part.kind == "F" for action in short.pipeline.actions[:index] for part in action.leaves())
 
     return period, forwards(start), forwards(stop)
 

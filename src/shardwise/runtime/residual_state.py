@@ -24,7 +24,8 @@ def folded_residuals(program: StepProgram) -> dict[str, Tensor]:
     for name, flat in program.engine.units.items():
         own = torch.zeros(flat.unit.shard_numel, device=flat.whole.device)
         folded[name] = own if flat.residuals is None else flat.residuals.folded(comms)
-    peer = next((action.peer for action in plan.actions if action.kind == "SUM_TIED"), None) if plan.schedule else None
+    actions = plan.pipeline.actions if plan.pipeline.schedule else ()
+    peer = next((action.peer for action in actions if action.kind == "SUM_TIED"), None)
     if peer is not None:  # both ends of the pipeline add up the table's gradient
         own, theirs = folded["tied"], torch.empty_like(folded["tied"])
         arriving, leaving = comms.receive(theirs, PP, peer, "tied"), comms.send(own, PP, peer, "tied")
@@ -65,6 +66,6 @@ def _targets(program: StepProgram) -> dict[str, Tensor | None]:
         name: None if flat.residuals is None else flat.residuals.restore(program.comms)
         for name, flat in program.engine.units.items()
     }
-    if program.plan.copies_table:
+    if program.plan.local.copies_table:
         targets.pop("tied")  # its other end has it
     return targets

@@ -10,7 +10,7 @@ the engine step's tokens, and on B, the rows whose logits are wanted, alone:
   where B > 0 the head's inputs [B, hidden] are summed over cp;
 - experts of other replicas: each mixture exchanges the choices of each expert, int64 [experts of its place], and
   rows [pairs, hidden] there and back, with the ranks of `across_axes`, also where T is 0;
-- zero=3: each part's units are gathered for it as `UnitPlan.generating_uses` has them, also by ranks whose T is 0;
+- zero=3: each part's units are gathered for it as `generating_uses` has them, also by ranks whose T is 0;
 - pp: a stage sends [T, hidden] to the next one.
 """
 
@@ -136,7 +136,7 @@ class TokenGenerator:
         self.chooser = Chooser(launch.serve(self.dtype, device))
         self.notices: list[str] = []
         """Lines about forms that were chosen, or could not be used."""
-        self.caches = {part: self._cache(part) for part in plan.blocks(self.stage)}
+        self.caches = {part: self._cache(part) for part in plan.local.blocks(self.stage)}
         if plan.layout.stage < 3:
             for unit in self.engine.units.values():
                 unit.whole.untyped_storage().resize_(0)  # until it is read
@@ -232,8 +232,8 @@ class TokenGenerator:
 
     def _keep(self, part: str) -> MakeProduct:
         """Form in which a part's matrices are stored. A table that is looked up in stays as it is."""
-        table = self.plan.kind(part) == "embedding" or part in self.plan.blueprint.sharing
-        if self.device.type == "cuda" and self.plan.layout.stage < 3 and self.plan.kind(part) != "embedding":
+        table = self.plan.blueprint.kind(part) == "embedding" or part in self.plan.blueprint.sharing
+        if self.device.type == "cuda" and self.plan.layout.stage < 3 and self.plan.blueprint.kind(part) != "embedding":
             return CudaProducts(self.chooser, self.dtype, int8=self.job.quantize == "int8" and not table)
         if table or self.plan.layout.stage == 3:
             return Plain()
@@ -262,7 +262,7 @@ class TokenGenerator:
         for part in self.plan.stages[self.stage]:
             if gathers:
                 self.engine.use_unit("forward", part)
-            if self.plan.kind(part) == "head":
+            if self.plan.blueprint.kind(part) == "head":
                 if rows.wanted is not None and not len(rows.wanted):
                     return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
                 if isinstance(rows, ContextRows):

@@ -26,13 +26,13 @@ Items = dict[str, int]
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Tensors of `part` that are saved on the device at the end of the forward pass."""
-    offloads = plan.layout.offloads_activations and plan.kind(part) == "block"
+    offloads = plan.layout.offloads_activations and plan.blueprint.kind(part) == "block"
     return {} if offloads else made_items(plan, s, part)
 
 
 def stored_bytes(plan: UnitPlan, s: Sizes, part: str | None) -> int:
     """Bytes that a part saves in the host's memory; 0 for no part."""
-    if part is None or not plan.layout.offloads_activations or plan.kind(part) != "block":
+    if part is None or not plan.layout.offloads_activations or plan.blueprint.kind(part) != "block":
         return 0
     return sum(made_items(plan, s, part).values())
 
@@ -45,7 +45,7 @@ def made_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
         if plan.model.embedding_norm and "token ids" in items:
             items["norm"] = (s.hidden + 2) * s.stream * s.element
         if plan.layout.compile == "block":
-            again = recomputes_activation(plan, plan.routes_in(part)), recomputes_output(plan)
+            again = recomputes_activation(plan, plan.blueprint.routes_in(part)), recomputes_output(plan)
             for name in compress(("activation", "attention output"), again):
                 items.pop(name, None)
     return made[part]
@@ -55,8 +55,9 @@ def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
     """The masks that all blocks share: the additive one that keeps packed documents apart, [micro, 1, S, S]. Of cut
     sequences, the pairs of this rank's queries with the keys of each rank, a byte each, for each window."""
     if cuts_attention(plan):
-        near = {window for window in plan.windows if 0 < window < plan.workload.seq}
-        everywhere = plan.workload.isolate_documents and (not plan.windows or len(near) < len(set(plan.windows)))
+        near = {window for window in plan.local.windows if 0 < window < plan.workload.seq}
+        some_attend_to_all = not plan.local.windows or len(near) < len(plan.local.windows)
+        everywhere = plan.workload.isolate_documents and some_attend_to_all
         return s.tokens * s.seq * (plan.layout.cp + 1) // 2 * (len(near) + everywhere)
     if not plan.workload.isolate_documents or uses_blocked_attention(plan):
         return 0
@@ -77,9 +78,9 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Tensors that `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the
     two apart: the inputs of its linear maps, and the gradients of their outputs. The head computes both at once."""
     stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
-    if plan.kind(part) == "embedding":
+    if plan.blueprint.kind(part) == "embedding":
         return {"token ids": s.tokens * 8, "gradient of the rows": stream}
-    if plan.kind(part) == "head":
+    if plan.blueprint.kind(part) == "head":
         return {}
     # Attention and feed-forward of a parallel residual get the same gradient, but for what dropout makes of it.
     once = plan.model.parallel_residual and not plan.layout.sp and not plan.model.dropout
@@ -115,9 +116,9 @@ def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
     """Short attention makes the gradients of queries, keys and values as one tensor. If a rotary backward copies the
     first two, the values' gradient keeps the whole tensor allocated."""
     if cuts_attention(plan):  # gradients of keys and values come as one tensor
-        return s.tokens * s.k * s.element if plan.model.positions == "rope" and not plan.fuses_blocks else 0
+        return s.tokens * s.k * s.element if plan.model.positions == "rope" and not plan.fused else 0
     short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and uses_batched_attention(plan)
-    apart = short and plan.layout.cp == 1 and plan.model.positions == "rope" and not plan.fuses_blocks
+    apart = short and plan.layout.cp == 1 and plan.model.positions == "rope" and not plan.fused
     return s.tokens * (s.q + s.k) * s.element if apart else 0
 
 
@@ -126,7 +127,7 @@ def feed_forward_kept(plan: UnitPlan, s: Sizes, part: str) -> int:
     gradients of gate, up and the block's output; those of experts besides."""
     stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
     width, routed = s.ffn, 0
-    if plan.routes_in(part):
+    if plan.blueprint.routes_in(part):
         width, routed = shared_width(plan), sum(MixtureTensors.of(plan, s, part).kept().values())
         if not width:
             return routed
@@ -142,7 +143,7 @@ def _kept_gradient(plan: UnitPlan, s: Sizes, width: int) -> int:
 
 def stored_activations(plan: UnitPlan) -> int:
     """Bytes saved in the host's memory at the end of one micro-batch's forward pass, without a pipeline."""
-    if plan.uneven:
+    if plan.routing.uneven:
         return max(stored_activations(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
     s = Sizes.of(plan)
     return sum(stored_bytes(plan, s, part) for part in plan.parts)
@@ -152,7 +153,7 @@ def saved_bytes(plan: UnitPlan) -> int:
     """Bytes saved for backward at the end of one micro-batch's forward pass."""
     if traced := trace_of(plan):
         return traced_saved(plan, *traced)
-    if plan.uneven:
+    if plan.routing.uneven:
         return max(saved_bytes(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
     s = Sizes.of(plan)
     return sum(sum(saved_items(plan, s, part).values()) for part in plan.parts) + saved_mask(plan, s)

@@ -129,7 +129,7 @@ class AttentionTensors:
     def _block(self, backward: bool) -> int:
         """Transients of the largest block of queries of one sequence (`ops/attention.py`)."""
         s, wide = self.s, self.s.statistic
-        reach, held = max(window or s.seq for window in self.plan.windows), []
+        reach, held = max(window or s.seq for window in self.plan.local.windows), []
         for first in range(0, s.seq, QUERY_ROWS):
             queries = min(QUERY_ROWS, s.seq - first)
             keys = min(first + queries, reach - 1 + queries)

@@ -28,7 +28,7 @@ class BlockTensors:
 
     def __init__(self, plan: UnitPlan, s: Sizes, part: str, apart: bool = False, adds: bool = False) -> None:
         self.plan, self.s, self.apart, self.adds = plan, s, apart, adds
-        self.mixture = MixtureTensors.of(plan, s, part) if plan.routes_in(part) else None
+        self.mixture = MixtureTensors.of(plan, s, part) if plan.blueprint.routes_in(part) else None
         self.ffn = shared_width(plan) if self.mixture else s.ffn
         self.live, self.attention = LiveBytes(), attention_tensors(plan, s)
         self.stream = s.stream * s.hidden * s.element
@@ -61,7 +61,7 @@ class BlockTensors:
     def _forward(self, saves: bool, again: bool = False) -> None:
         """Ends with the block's output, and what is saved besides its input."""
         start = self.live.now
-        if self.plan.fuses_blocks:
+        if self.plan.fused:
             self._fused_forward(again and self.plan.layout.recompute == "full")
         else:
             self._plain_forward(saves)
@@ -233,7 +233,7 @@ class BlockTensors:
         elif recomputes_activation(self.plan, self.mixture is not None):
             live.allocate(self.inner)
         kept = keeps_gradient or recompute or (self.apart and not self.sp and not self.plan.model.dropout)
-        if self.plan.fuses_blocks:
+        if self.plan.fused:
             self._fused_backward(kept)
         else:
             self._plain_backward(kept)
@@ -384,7 +384,7 @@ class BlockTensors:
 
     def of_weights(self) -> int:
         """The most bytes while the gradients of the weights are computed apart, beyond what is kept for them."""
-        s, live, fused = self.s, self.live, self.plan.fuses_blocks
+        s, live, fused = self.s, self.live, self.plan.fused
         live.transient(max(self._piece([s.hidden], self.ffn), self._piece([s.hidden], s.attended)))
         for rows, width in (([self.ffn] * (1 + self.gated), s.hidden), *self._columns()):
             gathered = self._gathered(width)

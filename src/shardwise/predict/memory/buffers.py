@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shardwise.layout.axes import HPZ, SHARD
+from shardwise.layout.gradients import finished_after, packed_gradients, trained_units
 from shardwise.layout.homes import accumulates_on_host
-from shardwise.layout.units import Unit, UnitPlan
+from shardwise.layout.transport_buffers import transport_buffers
+from shardwise.layout.unit import Unit, device_of
+from shardwise.layout.units import UnitPlan
 from shardwise.layout.wire import adding_bytes, packing_bytes
 from shardwise.ops.limits import sum_chunk
 from shardwise.records import dataclass
@@ -57,7 +60,7 @@ class MemoryTrace:
         self.flying: Unit | None = None
         self.written: set[str] = set()
         """Units to whose gradients products of weights have been added."""
-        self.buffers = plan.transport_buffers
+        self.buffers = transport_buffers(plan)
         self.lasting = self.buffers.lasting * sum(self.buffers.sizes.values()) * DTYPE_BYTES[self.buffers.dtype]
 
     def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> MemoryByClass:
@@ -67,7 +70,7 @@ class MemoryTrace:
 
     def write(self, part: str) -> bool:
         """The gradients of `part`'s weights are computed; whether they are added to those of an earlier micro-batch."""
-        names = {unit.name for unit in self.plan.trained_units(part)}
+        names = {unit.name for unit in trained_units(self.plan, part)}
         adds = names <= self.written
         if not self.lasting:
             self.written |= names
@@ -78,7 +81,7 @@ class MemoryTrace:
             return
         self.accumulators.add(unit.name)
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
-        self.accumulated += elements * DTYPE_BYTES[self.plan.grad_dtype]
+        self.accumulated += elements * DTYPE_BYTES[self.plan.dtypes.gradients]
 
     def put(self, unit: Unit) -> None:
         """Its full gradient is staged."""
@@ -86,8 +89,8 @@ class MemoryTrace:
 
     def begin(self, part: str) -> Iterator[MemoryByClass]:
         """The engine makes room for the gradients of `part`."""
-        for unit in self.plan.trained_units(part):
-            if not self.plan.stages_gradients:
+        for unit in trained_units(self.plan, part):
+            if not self.plan.dtypes.stages_gradients:
                 self.accumulate(unit)
                 continue
             staged = self.buffers.staged
@@ -109,7 +112,7 @@ class MemoryTrace:
 
     def collect(self, part: str) -> Iterator[MemoryByClass]:
         """Below stage 2, what has been staged goes to the accumulators."""
-        for unit in self.plan.finished_after(part) if self.stage < 2 and self.plan.stages_gradients else ():
+        for unit in finished_after(self.plan, part) if self.stage < 2 and self.plan.dtypes.stages_gradients else ():
             self.accumulate(unit)
             yield self.now("reduction", part)
             del self.staged[unit.name]
@@ -117,7 +120,7 @@ class MemoryTrace:
 
     def reduce(self, part: str) -> Iterator[MemoryByClass]:
         """The gradients of `part` start on their way."""
-        for unit in self.plan.finished_after(part) if self.stage else ():
+        for unit in finished_after(self.plan, part) if self.stage else ():
             if self.lasting:
                 self.accumulate(unit)
             yield from self.land("reduction", part)
@@ -125,7 +128,8 @@ class MemoryTrace:
             if unit.shard_ranks == 1:  # experts that no other rank has
                 yield from self.land("reduction", part)
             else:
-                packing = packing_bytes(unit.longest_run, self.plan.device) if self.plan.packed_gradients(unit) else 0
+                packs = packed_gradients(self.plan, unit) > 0
+                packing = packing_bytes(unit.longest_run, device_of(self.plan.backend)) if packs else 0
                 yield self.now("reduction", part, packing)
 
     def land(self, when: When, part: str = "") -> Iterator[MemoryByClass]:
@@ -142,11 +146,11 @@ class MemoryTrace:
 
 def added_up(unit: Unit, plan: UnitPlan) -> int:
     """Bytes of the chunks in fp32 through which the sum of a unit's gradients over the data ranks arrives."""
-    if plan.packed_gradients(unit):
-        return adding_bytes(unit.longest_run, unit.reduce[0].axes == HPZ, plan.device)
+    if packed_gradients(plan, unit):
+        return adding_bytes(unit.longest_run, unit.reduce[0].axes == HPZ, device_of(plan.backend))
     if plan.cuda or plan.schedules.of("reduce_scatter", SHARD):
         return 0
-    return wide_chunk(unit.shard_numel, plan.grad_dtype, plan.layout.shard_ranks)
+    return wide_chunk(unit.shard_numel, plan.dtypes.gradients, plan.layout.shard_ranks)
 
 
 def wide_chunk(elements: int, dtype: str, pieces: int) -> int:

@@ -349,7 +349,7 @@ def engine_ranks(
 ) -> list[RankBytes]:
     """Bytes of the ranks at some places of a pipeline. plan: of any rank."""
     model, layout, memory = plan.model, plan.layout, settings.stored(memory)
-    if plan.uneven:
+    if plan.routing.uneven:
         plan = plan.as_micro_batch(0)
     micro, layers = micro_batch(memory, plan, settings), stages(model, layout).layers
     found = []

@@ -1,7 +1,7 @@
 """A mixture of experts in bytes: what it saves, and what its forward and backward pass allocate and free.
 
 Follows `ops/experts.py` line by line. How many rows come to a rank's experts is a record, or what equal loads would be
-(`UnitPlan.routed_rows`).
+(`Routing.rows`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class MixtureTensors:
     def of(cls, plan: UnitPlan, s: Sizes, part: str) -> MixtureTensors:
         e = plan.model.experts
         assert e
-        pairs, received = plan.routed_rows(part)
-        rows = plan.routed_places
-        full = rows * e.active == plan.routed_pairs
+        pairs, received = plan.routing.rows(part)
+        rows = plan.routing.places
+        full = rows * e.active == plan.routing.pairs
         partly = rows * e.active if e.capacity else 0 if full else rows
         return cls(plan, s, e, rows, pairs, received, partly)
 

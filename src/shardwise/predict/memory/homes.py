@@ -2,7 +2,14 @@
 
 from dataclasses import replace
 
-from shardwise.layout.homes import BUFFERS, accumulates_on_host, gradient_chunk, parameter_buffers, state_file
+from shardwise.layout.homes import (
+    BUFFERS,
+    accumulates_on_host,
+    gradient_chunk,
+    offloaded,
+    parameter_buffers,
+    state_file,
+)
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import stored_activations
 from shardwise.predict.memory.outer import outer_state_bytes
@@ -27,14 +34,15 @@ def offloaded_bytes(plan: UnitPlan) -> Bytes:
         saved = _stored_by_actions(plan) if layout.pp > 1 else stored_activations(plan)
     if layout.offload_home == "none":
         return Bytes(saved=saved)
-    wide, elements = DTYPE_BYTES[plan.master_dtype], sum(map(plan.offloaded, plan.units))
-    shards = sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
+    wide, arrays = DTYPE_BYTES[plan.dtypes.master], len(plan.workload.states)
+    elements = sum(offloaded(plan, unit) for unit in plan.units)
+    shards = sum(unit.shard_numel * DTYPE_BYTES[plan.dtypes.gathered(unit)] for unit in plan.units)
     trained = sum(unit.shard_numel for unit in plan.units if not unit.frozen)
     file = state_file(plan)
     return Bytes(
         parameters=shards if layout.offload_params == "cpu" else 0,
-        gradients=trained * DTYPE_BYTES[plan.grad_dtype] if accumulates_on_host(plan) else 0,
-        optimizer=(len(plan.states) * wide * elements if layout.offload_home == "cpu" else 0) + outer_state_bytes(plan),
+        gradients=trained * DTYPE_BYTES[plan.dtypes.gradients] if accumulates_on_host(plan) else 0,
+        optimizer=arrays * wide * elements * (layout.offload_home == "cpu") + outer_state_bytes(plan),
         saved=saved,
         comm=(BUFFERS * file.buffer_bytes if file else 0)
         + sum(parameter_buffers(plan).values())

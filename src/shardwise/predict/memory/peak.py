@@ -9,6 +9,7 @@ the engine's buffers in `buffers.py`.
 from collections.abc import Iterator
 from typing import Any
 
+from shardwise.layout.gradients import trained_units
 from shardwise.layout.homes import on_device
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.limits import ATTENTION_ROWS, loss_chunk, loss_rows, optimizer_chunk
@@ -27,7 +28,7 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     if traced := trace_of(plan):
         yield from traced_moments(plan, *traced, optimizer(plan))
         return
-    if plan.uneven:
+    if plan.routing.uneven:
         yield from _of_any_micro_batch(plan)
         return
     s = Sizes.of(plan)
@@ -59,17 +60,17 @@ def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
     saves = plan.layout.recompute in ("none", "selective")
     block = {key: block_tensors(plan, s, part).forward(saves) for key, part in _distinct(plan, parts).items()}
     for part in parts:
-        if plan.kind(part) == "embedding":
+        if plan.blueprint.kind(part) == "embedding":
             then = embedding_forward(plan, s)
-        elif plan.kind(part) == "head":
+        elif plan.blueprint.kind(part) == "head":
             items, norm = saved_items(plan, s, "head"), s.stream * s.hidden * s.element
             gathered = (gather(plan, s), s.tokens * s.hidden * s.element) if plan.layout.sp else (0, 0)
             then = norm + max(norm_forward(plan, s, s.stream * s.hidden), gathered[0], gathered[1] + items["logits"])
         else:
-            then = block[plan.alike(part)]
+            then = block[plan.routing.alike(part)]
         worst = max(worst, before + then)
         before += sum(saved_items(plan, s, part).values()) - saved_inputs(plan, s, part)
-        if plan.kind(part) == "embedding":
+        if plan.blueprint.kind(part) == "embedding":
             before += s.stream * s.hidden * s.element
     return worst
 
@@ -85,7 +86,7 @@ def backwards(
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
     scaled = stream if plan.model.scaled_embedding else 0
-    ends = [part for part in parts if plan.kind(part) == "block"]
+    ends = [part for part in parts if plan.blueprint.kind(part) == "block"]
     saved = saved_mask(plan, s) if ends else 0
     # The gradient of a stage's output is a message, which stays until its backward is over.
     block = {
@@ -103,22 +104,22 @@ def backwards(
         saved += sum(saved_items(plan, s, part).values())
         here = stored_bytes(plan, s, part)
         moments["begin", part] = saved + stream + (here if part in ends and part != ends[-1] else 0)
-        if plan.kind(part) == "embedding" and not plan.trains_in(part):
+        if plan.blueprint.kind(part) == "embedding" and not plan.blueprint.trains_in(part):
             moments["backward", part] = stream
-        elif plan.kind(part) == "embedding":
+        elif plan.blueprint.kind(part) == "embedding":
             moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s), scaled)
             if not apart:
                 # A message stays beside what was scaled of it.
                 message = scaled if part == parts[-1] else 0
                 moments["backward", part] = max(moments["backward", part], message + _looked_up(plan, s))
-        elif plan.kind(part) == "head":
+        elif plan.blueprint.kind(part) == "head":
             moments["backward", part] = saved + max(_projection_backward(plan, s, adds), _final_norm_backward(plan, s))
         else:
             moments["backward", part] = (
                 saved
                 + here
                 + coming
-                + block[plan.alike(part), part == parts[-1]]
+                + block[plan.routing.alike(part), part == parts[-1]]
                 + _returned_gradients(plan, s, part)
                 + _recomputed_from_input(plan, s, part, parts, apart)
             )
@@ -127,13 +128,13 @@ def backwards(
 
 def _distinct(plan: UnitPlan, parts: list[str]) -> dict[Any, str]:
     """One of each sort of blocks that differ in memory."""
-    return {plan.alike(part): part for part in parts if plan.kind(part) == "block"}
+    return {plan.routing.alike(part): part for part in parts if plan.blueprint.kind(part) == "block"}
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:
     """Inputs of the rank: int64 vectors of every micro-batch of the step."""
     model, seen, stream = plan.model, plan.tokens * 8, s.stream * 8
-    embeds, blocks = bool(plan.of_kind("embedding")), bool(plan.first_blocks)
+    embeds, blocks = bool(plan.of_kind("embedding")), bool(plan.local.first_blocks)
     vectors = seen * (1 + embeds)  # targets, which every rank counts; ids
     if model.positions == "learned":
         vectors += stream * embeds
@@ -149,10 +150,10 @@ def inputs(plan: UnitPlan, s: Sizes) -> int:
 
 def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
     """Inputs that `part` saves."""
-    if plan.kind(part) == "head":
+    if plan.blueprint.kind(part) == "head":
         return s.tokens * 8
-    if plan.kind(part) == "embedding":
-        if not plan.trains_in(part):
+    if plan.blueprint.kind(part) == "embedding":
+        if not plan.blueprint.trains_in(part):
             return 0
         ids = 0 if plan.layout.tp > 1 else s.tokens * 8
         return ids + (s.stream * 8 if plan.model.positions == "learned" else 0)
@@ -167,7 +168,7 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
     seq = core.seq
     if plan.layout.attention == "math" and not cuts_attention(plan):
         mask = (core.tokens if plan.workload.isolate_documents else seq) * seq * s.element
-        shared += mask * len([window for window in plan.windows if 0 < window < seq])
+        shared += mask * len([window for window in plan.local.windows if 0 < window < seq])
         shared += 0 if plan.workload.isolate_documents else mask
     if plan.layout.attention == "sdpa" and uses_batched_attention(plan):
         shared += 4 * min(seq, ATTENTION_ROWS) ** 2
@@ -188,7 +189,7 @@ def loss(plan: UnitPlan, s: Sizes) -> int:
 def _projection_backward(plan: UnitPlan, s: Sizes, adds: bool) -> int:
     """The gradient of the projection's input; under sp it is scattered first, and the input gathered again for the
     weight's."""
-    trains = plan.trains_in("head")
+    trains = plan.blueprint.trains_in("head")
     full, piece = s.tokens * s.hidden * s.element, weight_gradient(plan, s, s.vocab, s.hidden) if adds and trains else 0
     if not plan.layout.sp:
         return full + piece
@@ -213,7 +214,7 @@ def _returned_gradients(plan: UnitPlan, s: Sizes, part: str) -> int:
     """Gradients of a compiled block's weights, which its backward returns all together."""
     if plan.layout.compile != "block" or plan.layout.tp > 1:  # maps that communicate write theirs
         return 0
-    return sum(unit.padded for unit in plan.trained_units(part)) * s.element
+    return sum(unit.padded for unit in trained_units(plan, part)) * s.element
 
 
 def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str], apart: bool) -> int:
@@ -222,7 +223,7 @@ def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str]
     backward is over."""
     if plan.layout.recompute != "input":
         return 0
-    blocks = [name for name in parts if plan.kind(name) == "block"]
+    blocks = [name for name in parts if plan.blueprint.kind(name) == "block"]
     kept = apart and not (plan.layout.sp or plan.model.dropout)
     stays = part != blocks[-1] and blocks[-1] != parts[-1] and not kept
     return ((part != blocks[0]) + stays) * s.stream * s.hidden * s.element
@@ -239,9 +240,9 @@ def _looked_up(plan: UnitPlan, s: Sizes) -> int:
 
 def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
     """Bytes of the gradients of `part`'s weights beyond what was kept for them."""
-    if plan.kind(part) == "embedding":
+    if plan.blueprint.kind(part) == "embedding":
         return _looked_up(plan, s) - s.stream * s.hidden * s.element
-    return 0 if plan.kind(part) == "head" else block_tensors(plan, s, part, adds=adds).of_weights()
+    return 0 if plan.blueprint.kind(part) == "head" else block_tensors(plan, s, part, adds=adds).of_weights()
 
 
 def embedding_forward(plan: UnitPlan, s: Sizes) -> int:
@@ -264,7 +265,7 @@ def stream_dropout(plan: UnitPlan, s: Sizes) -> int:
 def optimizer(plan: UnitPlan) -> int:
     """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit.
     Those of offloaded state do so in a lasting buffer of the host."""
-    if plan.grad_dtype != "bfloat16":
+    if plan.dtypes.gradients != "bfloat16":
         return 0
     largest = max(on_device(plan, unit) for unit in plan.units)
     return 4 * (largest if plan.cuda else min(largest, optimizer_chunk(largest)))

@@ -13,7 +13,9 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwise.layout.units import Residency, Unit, UnitPlan
+from shardwise.layout.gathers import Residency, packed_bytes, stage_units
+from shardwise.layout.unit import Unit
+from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import kept_items, saved_items, stored_bytes
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.outer import outer_transient
@@ -53,17 +55,17 @@ class MemoryPeak:
 
 def held_by_actions(plan: UnitPlan) -> MemoryPeak:
     """Follow the actions of `plan`'s rank through one step, those of its steady state once."""
-    assert plan.steady is not None
+    assert plan.pipeline.steady is not None
     if plan.routed:
         return _followed(plan)
-    if plan.steady.grows and plan.steady.repeats:
+    if plan.pipeline.steady.grows and plan.pipeline.steady.repeats:
         return _continued(plan)
     return _followed(plan.short, stages_of(plan).inputs)
 
 
 def _followed(plan: UnitPlan, lasting: int | None = None) -> MemoryPeak:
     rank = _Rank(plan, lasting)
-    for action in plan.actions:
+    for action in plan.pipeline.actions:
         rank.do(action)
     return rank.end()
 
@@ -73,21 +75,21 @@ def _continued(plan: UnitPlan) -> MemoryPeak:
     short steps show for each action."""
     from shardwise.schedule.pipeline.simulate import continuation
 
-    assert plan.steady is not None
+    assert plan.pipeline.steady is not None
     lasting, short = stages_of(plan).inputs, plan.short
-    longer = short.of_micro_batches(short.micro_batches + plan.steady.period)
+    longer = short.of_micro_batches(short.micro_batches + plan.pipeline.steady.period)
     a, b = _by_action(short, lasting), _by_action(longer, lasting)
     most = MemoryPeak()
-    for one, place in zip(a, [*continuation(short.actions, longer.actions), -1], strict=True):
+    for one, place in zip(a, [*continuation(short.pipeline.actions, longer.pipeline.actions), -1], strict=True):
         both = zip(one.bytes, b[place].bytes, strict=True)
-        most.include(MemoryPeak(*(x + plan.steady.repeats * (y - x) for x, y in both)))
+        most.include(MemoryPeak(*(x + plan.pipeline.steady.repeats * (y - x) for x, y in both)))
     return most
 
 
 def _by_action(plan: UnitPlan, lasting: int) -> list[MemoryPeak]:
     """The most while each action is done, and in the end."""
     rank, found = _Rank(plan, lasting), []
-    for action in plan.actions:
+    for action in plan.pipeline.actions:
         rank.most = MemoryPeak()
         rank.do(action)
         found.append(rank.most)
@@ -109,10 +111,10 @@ class UnderWay:
 
 def most_under_way(plan: UnitPlan) -> UnderWay:
     """What `held_by_actions` counts as saved, by stage."""
-    assert plan.steady is not None
-    grows = plan.steady.grows and plan.steady.repeats
+    assert plan.pipeline.steady is not None
+    grows = plan.pipeline.steady.grows and plan.pipeline.steady.repeats
     rank = _CountingRank(plan if grows else plan.short, stages_of(plan).inputs)
-    for action in rank.plan.actions:
+    for action in rank.plan.pipeline.actions:
         rank.do(action)
     return rank.best
 
@@ -138,7 +140,7 @@ def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Memory
     lasting: bytes of the step's inputs; None for those of `plan`.
     """
     rank = _Rank(plan, lasting)
-    for place, action in enumerate(plan.actions):
+    for place, action in enumerate(plan.pipeline.actions):
         rank.forget()
         rank.do(action)
         if rank.fullest:
@@ -146,7 +148,7 @@ def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Memory
     rank.forget()
     rank.end()
     assert rank.fullest
-    yield MemoryEvent(len(plan.actions), *rank.fullest), MemoryEvent(len(plan.actions), *rank.now)
+    yield MemoryEvent(len(plan.pipeline.actions), *rank.fullest), MemoryEvent(len(plan.pipeline.actions), *rank.now)
 
 
 _ACCUMULATED, _STAGED, _WRITTEN = 1, 2, 4
@@ -184,7 +186,7 @@ class _Rank:
         self.rest = self.sizes.inputs if lasting is None else lasting
         self.gradients_of = dict.fromkeys(plan.by_name, 0)
         self.reducing: Unit | None = None
-        self.residency, self.uneven = Residency(plan), plan.uneven
+        self.residency, self.uneven = Residency(plan), plan.routing.uneven
         self.lends = plan.backend == "shared"
         """Whether messages are read where they are, so that none is kept while it leaves."""
         self.leaving: dict[tuple[int, str], int] = {}
@@ -193,7 +195,7 @@ class _Rank:
         self.attending: Counter[int] = Counter()
         """Micro-batch -> its stages with attention between forward and backward: they share mask and tables."""
         self.names = {
-            stage: tuple(unit.name for unit in units if not unit.frozen) for stage, units in plan.stage_units.items()
+            stage: tuple(unit.name for unit in units if not unit.frozen) for stage, units in stage_units(plan).items()
         }
         self.there = {stage: _values_of(names) for stage, names in self.names.items()}
         """Gradients of a stage's units, from those of all."""
@@ -243,7 +245,7 @@ class _Rank:
                 self.do(each)
         elif kind == "SUM_TIED":
             self._on_stage("land", -1, moves=False)
-            theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]
+            theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.dtypes.gradients]
             self._note(self.gradients, self.comm, self.rest + theirs)
 
     def end(self) -> MemoryPeak:
@@ -254,8 +256,8 @@ class _Rank:
         return self.most
 
     def _whole(self, units: list[Unit]) -> int:
-        packed = sum(self.plan.packed(unit) * unit.shard_ranks for unit in units)
-        return packed + sum(unit.padded * DTYPE_BYTES[self.plan.dtype_gathered(unit)] for unit in units)
+        packed = sum(packed_bytes(self.plan, unit) * unit.shard_ranks for unit in units)
+        return packed + sum(unit.padded * DTYPE_BYTES[self.plan.dtypes.gathered(unit)] for unit in units)
 
     def _moves(self, kind: str, stage: int, micro: int) -> bool:
         """Whether a micro-batch comes to the first, or leaves the last, of the stages with attention that it is under
@@ -422,12 +424,12 @@ def _like(plan: UnitPlan) -> dict[int, int]:
     """Stage -> the first of this rank's stages whose parts and units have the same sizes; of a traced module itself."""
     if trace_of(plan):
         return {stage: stage for stage in plan.stages}
-    assert plan.schedule is not None
+    assert plan.pipeline.schedule is not None
     first: dict[Any, int] = {}
     found = {}
-    for stage, units in plan.stage_units.items():
-        parts = tuple((plan.kind(part), plan.alike(part)) for part in plan.stages[stage])
+    for stage, units in stage_units(plan).items():
+        parts = tuple((plan.blueprint.kind(part), plan.routing.alike(part)) for part in plan.stages[stage])
         sizes = tuple((unit.padded, unit.shard_numel) for unit in units)
-        ends = stage == 0, stage + 1 == plan.schedule.stages
+        ends = stage == 0, stage + 1 == plan.pipeline.schedule.stages
         found[stage] = first.setdefault((ends, parts, sizes), stage)
     return found

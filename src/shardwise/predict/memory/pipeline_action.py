@@ -44,7 +44,7 @@ class StageBytes:
 
     @classmethod
     def of(cls, plan: UnitPlan, s: Sizes, stage: int) -> StageBytes:
-        assert plan.schedule is not None
+        assert plan.pipeline.schedule is not None
         parts = plan.stages[stage]
         return cls(
             parts,
@@ -55,9 +55,9 @@ class StageBytes:
             sum(saved_inputs(plan, s, part) for part in parts),
             s.stream * s.hidden * s.element * (stage > 0 and "input" not in saved_items(plan, s, parts[0])),
             cache(partial(backwards, plan, s, parts)),
-            bool(plan.blocks(stage)),
+            bool(plan.local.blocks(stage)),
             stage == 0,
-            stage + 1 == plan.schedule.stages,
+            stage + 1 == plan.pipeline.schedule.stages,
         )
 
 
@@ -193,7 +193,8 @@ class ActionMemory(FollowedAction):
             beside = kept - of.saved - own - twice
             begins = tuple(self.walk.begin(part))
             # The head's gradients never come apart.
-            moments = of.moments(apart, (not apart or self.plan.kind(part) == "head") and self.walk.write(part))
+            both = not apart or self.plan.blueprint.kind(part) == "head"
+            moments = of.moments(apart, both and self.walk.write(part))
             for held in (*begins, self.walk.now("backward", part)):
                 self.note(held, beside + moments[held.when, part])
             if apart:

@@ -30,16 +30,17 @@ Formula = tuple[int, list[str]]
 
 def traits_of(plan: UnitPlan, part: str, routes: bool) -> dict[str, bool | str]:
     """What of the model and the layout decides which tensors a part saves. routes: whether it has experts."""
-    layout, model, kind = plan.layout, plan.model, plan.kind(part)
+    layout, model, kind = plan.layout, plan.model, plan.blueprint.kind(part)
     if kind == "block" and layout.recompute in ("full", "input"):
-        return {"kind": "recomputed" if layout.recompute == "full" or part in plan.first_blocks else "later"}
+        return {"kind": "recomputed" if layout.recompute == "full" or part in plan.local.first_blocks else "later"}
     before = kind == "head" or model.norm_placement != "post"
     traits: dict[str, bool | str] = {"kind": kind, "norm": model.norm if before else "none", "before": before}
     if kind != "block":
-        traits |= {"trains": plan.trains_in(part), "learned": model.positions == "learned", "split": layout.tp > 1}
+        trains = plan.blueprint.trains_in(part)
+        traits |= {"trains": trains, "learned": model.positions == "learned", "split": layout.tp > 1}
     else:
         experts, latent = model.experts if routes else None, model.latent_attention
-        every = not experts or plan.routed_places * experts.active == plan.routed_pairs
+        every = not experts or plan.routing.places * experts.active == plan.routing.pairs
         core = _core(plan)
         traits |= {
             **MapInputs.of(plan, part)._asdict(),
@@ -74,8 +75,8 @@ def sizes_of(plan: UnitPlan, s: Sizes, part: str, routes: bool) -> dict[str, Any
     """Names of sizes in formulas -> the plan's, integers or arrays of them. routes: whether the part has experts."""
     sizes: dict[str, Any] = {**vars(s), "statistic": s.statistic, "inner": s.ffn}
     if routes and (experts := plan.model.experts):
-        pairs, received = plan.routed_rows(part)
-        sizes |= {"received": received, "pairs": pairs, "places": plan.routed_places, "active": experts.active}
+        pairs, received = plan.routing.rows(part)
+        sizes |= {"received": received, "pairs": pairs, "places": plan.routing.places, "active": experts.active}
         sizes |= {"expert width": width_held(experts.ffn, plan.layout.expert_tp), "inner": shared_width(plan)}
     if latent := plan.model.latent_attention:
         sizes |= {
@@ -117,7 +118,7 @@ def _formulas(traits: tuple[tuple[str, bool | str], ...]) -> tuple[dict[str, lis
 
 def recorded_items(plan: UnitPlan, s: Sizes, part: str) -> dict[str, Any]:
     """Bytes of the tensors that a part's forward pass saves, inputs of the step included, by name."""
-    routes = plan.routes_in(part)
+    routes = plan.blueprint.routes_in(part)
     of_name, formulas = _formulas(tuple(traits_of(plan, part, routes).items()))
     sizes = sizes_of(plan, s, part, routes)
     nbytes = []

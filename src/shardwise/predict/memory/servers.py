@@ -12,9 +12,9 @@ def server_bytes(plan: UnitPlan, server: int) -> Bytes:
     it may push before the first of it is in an update, and the weights on their way to it. Under tensor parallelism
     each rank of a worker has a range of the same size."""
     layout, count = plan.layout, elements(key_ranges(plan)[server])
-    wide = DTYPE_BYTES[plan.master_dtype]
-    kept = count * layout.tp * len(plan.states) * wide
-    each = (layout.staleness + 1) * DTYPE_BYTES[plan.grad_dtype] + DTYPE_BYTES[layout.dtype]
+    wide = DTYPE_BYTES[plan.dtypes.master]
+    kept = count * layout.tp * len(plan.workload.states) * wide
+    each = (layout.staleness + 1) * DTYPE_BYTES[plan.dtypes.gradients] + DTYPE_BYTES[layout.dtype]
     comm = count * (wide + layout.training_ranks * each)
     return Bytes.of(kept + comm, optimizer=kept, comm=comm)
 
@@ -22,7 +22,7 @@ def server_bytes(plan: UnitPlan, server: int) -> Bytes:
 def worker_buffers(plan: UnitPlan) -> int:
     """Of a worker's rank: all its gradients as they leave, and all its weights as they arrive."""
     total = sum(unit.padded for unit in plan.units)
-    return total * (DTYPE_BYTES[plan.grad_dtype] + DTYPE_BYTES[plan.layout.dtype])
+    return total * (DTYPE_BYTES[plan.dtypes.gradients] + DTYPE_BYTES[plan.layout.dtype])
 
 
 def with_servers(plan: UnitPlan, rank: int, held: Bytes) -> Bytes:

@@ -16,6 +16,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.context import CHUNK, PAGE, PageCut
 from shardwise.layout.experts import expert_share, matrices
+from shardwise.layout.gathers import slot_elements
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import Placed, cache_shape, width_held
@@ -264,7 +265,7 @@ def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
     where it has one of its own. Tables and routers stay as they are."""
     kinds = ("block", "head") if weights == "int8" else ("block",)
     matrix = len(placed.shape) == 2 and not placed.parameter.absorbed and not placed.name.endswith(".router.weight")
-    return matrix and plan.kind(placed.parameter.part) in kinds
+    return matrix and plan.blueprint.kind(placed.parameter.part) in kinds
 
 
 def page_bytes(
@@ -318,7 +319,7 @@ def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> 
 
 
 def held_by(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
-    slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
+    slots = sum(slot_elements(plan).values()) if plan.layout.stage == 3 else 0
     return ServingMemory(
         weight_bytes(plan, cpu=served.cpu, weights=served.stored, padded=served.padded),
         slots * DTYPE_BYTES[plan.layout.dtype],

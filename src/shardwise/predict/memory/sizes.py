@@ -94,7 +94,8 @@ class MapInputs(NamedTuple):
         if not plan.blueprint.freezes:
             return cls(True, True, True, True)
         first = "mlp.gate_up" if plan.model.gated else "mlp.up"
-        return cls(*(plan.trains_in(part, name) for name in ("attention.qkv", "attention.out", first, "mlp.down")))
+        names = "attention.qkv", "attention.out", first, "mlp.down"
+        return cls(*(plan.blueprint.trains_in(part, name) for name in names))
 
 
 def uses_batched_attention(plan: UnitPlan) -> bool:

@@ -8,6 +8,8 @@ measured step). The peak adds what is transient at the worst moment; it is held 
 
 from dataclasses import replace
 
+from shardwise.layout.gathers import packed_bytes, packed_slot_bytes, slot_bytes
+from shardwise.layout.gradients import residuals
 from shardwise.layout.homes import accumulates_on_host, is_master, on_device
 from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.units import UnitPlan
@@ -63,10 +65,10 @@ def parameter_bytes(plan: UnitPlan) -> int:
     interval is in compute precision, and it may be off the device, too. Frozen weights always are in compute
     precision, or in 8 bits."""
     if plan.layout.stage == 3:
-        copies = sum(unit.copy_numel * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
+        copies = sum(unit.copy_numel * DTYPE_BYTES[plan.dtypes.gathered(unit)] for unit in plan.units)
         here = not plan.layout.offloads_params
-        return here * sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_of(unit)] for unit in plan.units) + copies
-    return sum(unit.padded * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
+        return here * sum(unit.shard_numel * DTYPE_BYTES[plan.dtypes.of(unit)] for unit in plan.units) + copies
+    return sum(unit.padded * DTYPE_BYTES[plan.dtypes.gathered(unit)] for unit in plan.units)
 
 
 def gradient_bytes(plan: UnitPlan) -> int:
@@ -76,7 +78,7 @@ def gradient_bytes(plan: UnitPlan) -> int:
         return 0
     sharded = plan.layout.stage >= 2
     elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units if not unit.frozen)
-    return elements * DTYPE_BYTES[plan.grad_dtype]
+    return elements * DTYPE_BYTES[plan.dtypes.gradients]
 
 
 def optimizer_arrays(plan: UnitPlan) -> dict[str, int]:
@@ -84,8 +86,8 @@ def optimizer_arrays(plan: UnitPlan) -> dict[str, int]:
     are these, and `OUTER`, the state of outer steps. Empty where parameter servers have them."""
     if plan.layout.served:
         return {}
-    each = sum(on_device(plan, unit) for unit in plan.units) * DTYPE_BYTES[plan.master_dtype]
-    arrays = dict.fromkeys(plan.states[is_master(plan) :], each)
+    each = sum(on_device(plan, unit) for unit in plan.units) * DTYPE_BYTES[plan.dtypes.master]
+    arrays = dict.fromkeys(plan.workload.states[is_master(plan) :], each)
     outer = outer_state_bytes(plan) if plan.layout.offload_home == "none" else 0
     return arrays | ({OUTER: outer} if outer else {})
 
@@ -96,12 +98,12 @@ def optimizer_bytes(plan: UnitPlan) -> int:
 
 
 def _weight_slots(plan: UnitPlan) -> int:
-    packed = sum(plan.packed_slots.values()) + kept_pieces(plan)
-    return packed + (plan.layout.stage == 3) * plan.slot_bytes
+    packed = sum(packed_slot_bytes(plan).values()) + kept_pieces(plan)
+    return packed + (plan.layout.stage == 3) * slot_bytes(plan)
 
 
 def kept_pieces(plan: UnitPlan) -> int:
     """Bytes of a rank's own packed weights, which stay while gathered ones come and go, and of the errors that it feeds
     back into the next packed gradients."""
-    residuals = sum(sum(plan.residuals(unit)) for unit in plan.units)
-    return sum(map(plan.packed, plan.units)) + residuals * DTYPE_BYTES["float32"]
+    errors = sum(sum(residuals(plan, unit)) for unit in plan.units)
+    return sum(packed_bytes(plan, unit) for unit in plan.units) + errors * DTYPE_BYTES["float32"]

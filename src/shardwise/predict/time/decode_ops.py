@@ -83,7 +83,7 @@ def _gathering(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing,
     gathers = strategy.gathers(sum(seconds for _, seconds in block), pricing)
     found, now, before = [], 0.0, 0.0
     for part, gather, coming in zip(plan.parts, gathers, [*gathers[1:], None], strict=True):
-        todo = {"block": block, "head": ((HEAD, float(through.head)),)}.get(plan.kind(part), ())
+        todo = {"block": block, "head": ((HEAD, float(through.head)),)}.get(plan.blueprint.kind(part), ())
         if gather.seconds:
             found.append(DecodeOp(0, part, GATHER, before if gather.hidden else now, gather.seconds))
         before = now = now + gather.exposed

@@ -239,7 +239,7 @@ def _coming(model: ModelConfig, layout: Layout, pricing: Pricing) -> list[Coming
     for before, part in zip(["", *plan.parts], plan.parts, strict=False):
         coming = [unit for unit in plan.units_of(part) if unit.name in gathers]
         in_use = {unit.slot for unit in plan.units_of(before)} if before else set()
-        free = bool(before) and plan.kind(before) == "block" and not in_use & {unit.slot for unit in coming}
+        free = bool(before) and plan.blueprint.kind(before) == "block" and not in_use & {unit.slot for unit in coming}
         found.append((part, sum(gathers[unit.name] for unit in coming), free))
     return found
 

@@ -2,7 +2,7 @@
 
 Two places add. A product that makes a weight's gradient may add it to an accumulator itself, which it reads and writes.
 Or kernels of their own add it: the whole gradient below ZeRO stage 2, the shard that a reduction left from there on.
-What this project's runtime does follows from the layout ("plan": `UnitPlan.stages_gradients`, `wire_dtype`); other
+What this project's runtime does follows from the layout ("plan": `Dtypes.stages_gradients`, `wire`); other
 engines' profiles have numbers.
 """
 

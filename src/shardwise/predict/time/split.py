@@ -77,12 +77,12 @@ class StepShape:
 
     @property
     def gradient_width(self) -> Num:
-        """Bytes of an accumulated gradient (`UnitPlan.grad_dtype`)."""
+        """Bytes of an accumulated gradient (`Dtypes.gradients`)."""
         return np.where(widens_gradients(self.wide_gradients, np.asarray(self.micro_batches)), 4.0, self.width)
 
     @property
     def wire_width(self) -> Num:
-        """Bytes of a gradient as it is reduced (`UnitPlan.wire_dtype`)."""
+        """Bytes of a gradient as it is reduced (`Dtypes.wire`)."""
         return np.where(np.asarray(self.zero) >= 2, self.width, self.gradient_width)
 
     @property

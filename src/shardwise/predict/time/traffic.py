@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwise.layout.units import GRADIENT_BITS, WEIGHT_BITS
+from shardwise.layout.unit import GRADIENT_BITS, WEIGHT_BITS
 from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint

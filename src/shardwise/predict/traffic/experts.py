@@ -17,7 +17,7 @@ Row = tuple[str, str, Axes, str, str, int]
 def expert_rows(plan: UnitPlan, part: str, once: int, again: int) -> Iterator[tuple[Row, int]]:
     """((phase, operation, axes, part, dtype, elements), times) of a step. once, again: forward passes of the part in
     the forward phase, and in the backward phase."""
-    if not plan.routes_in(part):
+    if not plan.blueprint.routes_in(part):
         return
     e, hidden, dtype = _experts(plan), plan.model.hidden, plan.layout.dtype
     mesh, micro_batches = plan.mesh, plan.micro_batches
@@ -40,7 +40,7 @@ def expert_rows(plan: UnitPlan, part: str, once: int, again: int) -> Iterator[tu
         elements = e.count * (1 if everywhere else plan.layout.micro)
         yield ("backward", "all_reduce", axes, part, "int64", elements), micro_batches
     for micro in range(micro_batches):
-        for rows in plan.routed_rows(part, micro):
+        for rows in plan.routing.rows(part, micro):
             yield ("forward", "all_to_all", EP, part, dtype, rows * hidden), once
             yield ("backward", "all_to_all", EP, part, dtype, rows * hidden), again + 1
 
@@ -53,7 +53,7 @@ def most_rows(plan: UnitPlan) -> int:
 
 def load_row(plan: UnitPlan) -> Iterator[Row]:
     """The sum of the loads of all mixtures after a step."""
-    mixtures = [part for part in plan.blueprint.names if plan.routes_in(part)]
+    mixtures = [part for part in plan.blueprint.names if plan.blueprint.routes_in(part)]
     if mixtures:
         elements = len(mixtures) * (_experts(plan).count + 2)
         yield "optimizer", "all_reduce", load_axes(plan.layout) + PP, LOADS, "float64", elements

@@ -3,9 +3,11 @@
 from collections import Counter
 from typing import cast
 
-from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST, accumulates_on_host, on_device
+from shardwise.layout.gathers import gather_counts, packed_bytes
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST, accumulates_on_host, offloaded, on_device
 from shardwise.layout.outer import averaged_moments
-from shardwise.layout.units import Unit, UnitPlan
+from shardwise.layout.unit import Unit
+from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import stored_bytes
 from shardwise.predict.memory.sizes import Sizes
 from shardwise.report.step_report import LedgerRow, Phase
@@ -20,7 +22,7 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
                 _update(rows, plan, unit)
     if plan.layout.offloads_params:
         for (phase, unit), times in _fetches(plan).items():
-            moved = unit.name, plan.dtype_gathered(unit), unit.shard_numel
+            moved = unit.name, plan.dtypes.gathered(unit), unit.shard_numel
             rows[phase, TO_DEVICE, *moved] += times
             if plan.layout.params_on_disk:
                 rows[phase, DISK_READ, *moved] += times
@@ -41,21 +43,21 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
 def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: UnitPlan, unit: Unit) -> None:
     """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept;
     outer gradients to the device, and their mean back."""
-    layout, moved, stays = plan.layout, plan.offloaded(unit), on_device(plan, unit)
+    layout, moved, stays = plan.layout, offloaded(plan, unit), on_device(plan, unit)
     if accumulates_on_host(plan):
-        rows["backward", TO_HOST, unit.name, plan.wire_dtype, unit.shard_numel] += plan.reductions
-        rows["optimizer", TO_DEVICE, unit.name, plan.grad_dtype, stays] += 1
+        rows["backward", TO_HOST, unit.name, plan.dtypes.wire, unit.shard_numel] += plan.reductions
+        rows["optimizer", TO_DEVICE, unit.name, plan.dtypes.gradients, stays] += 1
     else:
-        rows["optimizer", TO_HOST, unit.name, plan.grad_dtype, moved] += 1
+        rows["optimizer", TO_HOST, unit.name, plan.dtypes.gradients, moved] += 1
     if layout.offload_home == "nvme":
         for op in (DISK_READ, DISK_WRITE):
-            rows["optimizer", op, unit.name, plan.master_dtype, len(plan.states) * moved] += 1
+            rows["optimizer", op, unit.name, plan.dtypes.master, len(plan.workload.states) * moved] += 1
     updates = 1
     if layout.local_sgd:
         updates = 2  # the outer step's, too
         for op in (TO_DEVICE, TO_HOST):
             crossing = unit.shard_numel + averaged_moments(plan) * moved
-            rows["optimizer", op, unit.name, plan.master_dtype, crossing] += 1
+            rows["optimizer", op, unit.name, plan.dtypes.master, crossing] += 1
     if not layout.offloads_params:
         rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += updates
     else:
@@ -67,11 +69,11 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
 def _fetches(plan: UnitPlan) -> Counter[tuple[Phase, Unit]]:
     """Times that a unit's own interval is read for a gather: not from second copies, and once where it stays packed."""
     found: Counter[tuple[Phase, Unit]] = Counter()
-    for (when, gather), times in plan.gather_counts().items():
+    for (when, gather), times in gather_counts(plan).items():
         phase, unit = cast(Phase, when), plan.by_name[gather.unit]
         if unit.copy_ranks and gather.axes == unit.again:
             continue
-        if not plan.packed(unit):
+        if not packed_bytes(plan, unit):
             found[phase, unit] += times
         elif phase == "forward":
             found[phase, unit] = 1

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import pipeline
 from shardwise.layout.axes import CP, DATA, PP, REPLICA, SERVER, TP, Axes
 from shardwise.layout.experts import gathers_sequences
+from shardwise.layout.gathers import gather_counts, gathered_elements
+from shardwise.layout.gradients import gradients_over, norm_over, packed_gradients
 from shardwise.layout.key_ranges import elements, key_ranges
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.outer import outer_exchanges
-from shardwise.layout.pipeline import phases
+from shardwise.layout.pipeline import count_step, phases
 from shardwise.layout.placement import kv_heads_held
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
@@ -47,20 +49,20 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
         for part in plan.parts:
             for row, times in context_rows(plan, part, *forward_runs(plan, part)):
                 rows[row] += times * plan.micro_batches
-    for part in plan.parts if plan.routes else ():
+    for part in plan.parts if plan.blueprint.routes else ():
         for row, times in expert_rows(plan, part, *forward_runs(plan, part)):
             rows[row] += times
     _state(rows, plan, mesh)
     if plan.layout.pp > 1:
-        rows.update(plan.count(_pipeline))
+        rows.update(count_step(plan, _pipeline))
     if traced:
         rows.update(loss_rows(plan))
     else:
         rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 1
     rows["loss", "all_reduce", DATA + PP, "loss", "float64", 1] += 1
     if plan.layout.sync not in ("ps", "ssp"):  # whose servers know the norm of the sum
-        rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
-    rows.update(load_row(plan) if plan.routes else ())
+        rows["optimizer", "all_reduce", norm_over(plan), "gradient norm", "float64", 1] += 1
+    rows.update(load_row(plan) if plan.blueprint.routes else ())
     rows.update(outer_rows(plan))
     return tuple(sorted([*ledger_of(rows, mesh), *home_rows(plan), *server_rows(plan)]))
 
@@ -88,11 +90,11 @@ def ledger_of(rows: Rows, mesh: Mesh) -> tuple[LedgerRow, ...]:
 
 def forward_runs(plan: UnitPlan, part: str) -> tuple[int, int]:
     """Forward passes of `part` in one micro-batch: (in the forward phase, again in the backward phase)."""
-    if plan.kind(part) != "block" or plan.layout.recompute in ("none", "selective"):
+    if plan.blueprint.kind(part) != "block" or plan.layout.recompute in ("none", "selective"):
         return 1, 0
     if plan.layout.recompute == "full":
         return 1, 1
-    blocks = next(blocks for blocks in map(plan.blocks, plan.stages) if part in blocks)
+    blocks = next(blocks for blocks in map(plan.local.blocks, plan.stages) if part in blocks)
     return 1, len(blocks) - blocks.index(part)
 
 
@@ -118,14 +120,14 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
 
 def _state(rows: Rows, plan: UnitPlan, mesh: Mesh) -> None:
     """Gathers of parameters, and sums of gradients: parts over the tensor-parallel ranks, then hop by hop."""
-    for (phase, gather), times in plan.gather_counts().items():
-        rows[phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, plan.gathered(gather)] += times
+    for (phase, gather), times in gather_counts(plan).items():
+        rows[phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, gathered_elements(plan, gather)] += times
     for unit in plan.units:
         for start, stop, axes in unit.partial_sums:
-            rows["backward", "all_reduce", axes, unit.name, plan.wire_dtype, stop - start] += plan.reductions
+            rows["backward", "all_reduce", axes, unit.name, plan.dtypes.wire, stop - start] += plan.reductions
         pieces = unit.shard_ranks
         for hop in unit.reduce:
-            piece = plan.packed_gradients(unit) if hop.op == "all_to_all" else unit.shard_numel
+            piece = packed_gradients(plan, unit) if hop.op == "all_to_all" else unit.shard_numel
             rows["backward", hop.op, hop.axes, unit.name, hop.dtype, pieces * piece] += hop.times
             if hop.op != "all_reduce":
                 pieces //= mesh.size(hop.axes)
@@ -135,7 +137,7 @@ def _pipeline(plan: UnitPlan) -> Rows:
     """Messages as the rank's actions have them, named by the stage that takes them; and the sum of a tied table's
     gradients where both ends of the pipeline hold it."""
     rows: Rows = Counter()
-    for action, phase in zip(plan.actions, phases(plan.actions), strict=True):
+    for action, phase in zip(plan.pipeline.actions, phases(plan.pipeline.actions), strict=True):
         if action.kind in ("SEND_F", "SEND_B"):
             taker = action.stage + (1 if action.kind == "SEND_F" else -1)
             elements, dtype = message_of(plan, min(action.stage, taker))
@@ -146,7 +148,7 @@ def _pipeline(plan: UnitPlan) -> Rows:
         elif action.kind == "SUM_TIED":
             table = plan.by_name["tied"]
             for op in ("send", "recv"):
-                rows[(phase, op, PP, "tied", plan.grad_dtype, table.shard_numel)] += 1
+                rows[(phase, op, PP, "tied", plan.dtypes.gradients, table.shard_numel)] += 1
     return rows
 
 
@@ -180,7 +182,7 @@ def outer_rows(plan: UnitPlan) -> Counter[tuple[str, str, Axes, str, str, int]]:
 def server_rows(plan: UnitPlan) -> Iterator[LedgerRow]:
     """One gradient pushed to each server, and its new weights pulled. Source: Li et al. 2014."""
     for server, segments in enumerate(key_ranges(plan) if plan.layout.parameter_servers.count else ()):
-        for op, dtype in (("push", plan.grad_dtype), ("pull", plan.layout.dtype)):
+        for op, dtype in (("push", plan.dtypes.gradients), ("pull", plan.layout.dtype)):
             yield LedgerRow("optimizer", op, SERVER, f"server {server}", dtype, elements(segments), 1)
 
 
@@ -201,7 +203,7 @@ def loss_rows(plan: UnitPlan) -> Counter[tuple[Any, ...]]:
     have gradients."""
     rows: Counter[tuple[Any, ...]] = Counter()
     trained = sum(not parameter.frozen for parameter in plan.blueprint.parameters())
-    rows["loss", "all_reduce", plan.gradients_over, "gradients", "int64", trained] += 1
+    rows["loss", "all_reduce", gradients_over(plan), "gradients", "int64", trained] += 1
     if plan.layout.pp == 1:
         rows["loss", "all_reduce", DATA, "valid tokens", "float64", 1] += 2 if plan.micro_batches > 1 else 1
         return rows

@@ -40,7 +40,7 @@ def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
     mesh = Mesh.of(plan.layout, plan.model)
     ranks = mesh.size(named(row.axes))
     elements, unit = row.elements, plan.by_name.get(row.unit)
-    if row.op == "all_gather_into" and unit and row.axes == mesh.name(unit.shard):
+    if row.op == "all_gather_into" and unit and row.axes == mesh.name(unit.sharded_over):
         elements = unit.numel
     return ring_share(row.op, ranks) * elements * DTYPE_BYTES[row.dtype] * row.count
 

@@ -13,9 +13,11 @@ from typing import NamedTuple, Self
 
 from shardwise.layout.axes import CP, PP, TP
 from shardwise.layout.experts import across_axes, expert_share, experts_across
+from shardwise.layout.gathers import generating_uses
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import cache_shape
-from shardwise.layout.units import Gather, UnitPlan
+from shardwise.layout.unit import Gather
+from shardwise.layout.units import UnitPlan
 from shardwise.predict.serving_layout import blocks_of, lockstep_axes, replicas_in_step, rows_here
 from shardwise.predict.traffic.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase
@@ -114,7 +116,7 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
     dtype = plan.layout.dtype
     for part in plan.parts:
         elements = turn.tokens * plan.model.hidden
-        rows[(turn.phase, "all_reduce", TP, part, dtype, elements)] += _SUMS[plan.kind(part)]
+        rows[(turn.phase, "all_reduce", TP, part, dtype, elements)] += _SUMS[plan.blueprint.kind(part)]
         for numbers in plan.blueprint.part(part).statistics:
             wide = "float32" if dtype == "bfloat16" else dtype
             rows[(turn.phase, "all_reduce", TP, part, wide, numbers * turn.tokens)] += 1
@@ -177,5 +179,5 @@ def steady_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
     """Gathers of every step but the first: a slot remembers its unit until another one takes it."""
     if plan.layout.stage < 3:
         return ()
-    _, later = plan.generating_uses("decode")
+    _, later = generating_uses(plan, "decode")
     return tuple(gather for use in later for gather in use.gathers)

@@ -16,7 +16,7 @@ from shardwise.ops.blockwise import Explicit, FlashOnCPU, Kernel, ScoreRule, Sco
 from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.limits import SCORES
 from shardwise.ops.paged import AttentionGroup, PagedCache, Rows, keys_and_values
-from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.comms import Comms, gather_dim
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ContextCache(PagedCache):
         """Keep the keys and values of this rank's slots, and attend. heads: [n, H + planes K, D] of this rank's rows,
         queries first; returns [n, H V]."""
         assert isinstance(rows, ContextRows)
-        every = self._comms.gather_dim(heads, 0, CP, self._part)
+        every = gather_dim(self._comms, heads, 0, CP, self._part)
         self.store(every[:, -self.shape.rows :].index_select(0, rows.kept), rows)
         q = every[:, : -self.shape.rows]
         wide = torch.promote_types(q.dtype, torch.float32)

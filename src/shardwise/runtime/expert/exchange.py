@@ -31,7 +31,7 @@ from shardwise.ops.exchange import TokenExchange
 from shardwise.ops.experts import RoutedForm
 from shardwise.runtime.context.view import local_places
 from shardwise.runtime.tensor.redistribute import redistribution
-from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.comms import Comms, gather_dim
 from shardwise.runtime.zero.optimizer import Optimizer
 
 
@@ -89,14 +89,14 @@ class RankExchange(TokenExchange):
         tokens = like.shape[0] * like.shape[1]
         each = slice_of(self.plan.layout, tokens)
         padded = F.pad(rows, (0, 0, 0, each - len(rows))) if len(rows) < each else rows
-        whole = self.comms.gather_dim(padded, 0, TP, self.part)
+        whole = gather_dim(self.comms, padded, 0, TP, self.part)
         return whole[:tokens].view_as(like)
 
     # -- whole sequences
 
     @property
     def padded(self) -> bool:
-        return self.plan.routed_pairs < self.plan.routed_places * self.plan.model.experts.active  # type: ignore[union-attr]
+        return self.plan.routing.pairs < self.plan.routing.places * self.plan.model.experts.active  # type: ignore[union-attr]
 
     def places(self, batch: int) -> Tensor:
         return self._of_ranks(batch)[self.comms.index(self._sequence)]
@@ -124,7 +124,7 @@ class RankExchange(TokenExchange):
         places = self._of_ranks(batch)
         most, end = max(map(len, places)), batch * self.seq
         padded = F.pad(chosen, (0, 0, 0, most - len(chosen)))
-        pieces = self.comms.gather_dim(padded, 0, self._sequence, self.part).unflatten(0, (-1, most))
+        pieces = gather_dim(self.comms, padded, 0, self._sequence, self.part).unflatten(0, (-1, most))
         whole = chosen.new_zeros(end + 1, chosen.shape[1])  # padding goes to the last row
         # Pieces come in the order of ranks, which need not be that of places.
         ranks = self.comms.mesh.group(self._sequence, self.comms.rank)
@@ -151,7 +151,7 @@ class RankExchange(TokenExchange):
         theirs = torch.empty_like(sent)
         self.comms.all_to_all(theirs, sent, self.axes, self.part)
         if not self.comms.moves_data:
-            mine, (pairs, come) = self.comms.index(self.axes), self.plan.routed_rows(self.part)
+            mine, (pairs, come) = self.comms.index(self.axes), self.plan.routing.rows(self.part)
             expected = even(pairs, ranks)
             received = even(come - expected[mine], ranks - 1) if ranks > 1 else []
             received.insert(mine, expected[mine])
@@ -160,7 +160,7 @@ class RankExchange(TokenExchange):
         return [sum(of_rank) for of_rank in both[0]], both[1]
 
     def kept(self, order: Tensor, takes: Tensor) -> Tensor:
-        return order[takes] if self.comms.moves_data else order[: self.plan.routed_rows(self.part)[0]].clone()
+        return order[takes] if self.comms.moves_data else order[: self.plan.routing.rows(self.part)[0]].clone()
 
     def to_experts(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._exchange(rows, sent, received)
@@ -191,7 +191,8 @@ class ExpertLoads:
 
     def __init__(self, parts: dict[str, nn.Module], plan: UnitPlan, comms: Comms, device: torch.device) -> None:
         self.plan, self.comms, self.device = plan, comms, device
-        self.mixtures = [part for part in plan.blueprint.names if plan.routes and plan.routes_in(part)]
+        routes = plan.blueprint.routes
+        self.mixtures = [part for part in plan.blueprint.names if routes and plan.blueprint.routes_in(part)]
         """Parts of the whole model with experts."""
         self.forms: dict[str, RoutedForm] = {
             name: module.__dict__["routed_form"]

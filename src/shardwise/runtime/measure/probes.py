@@ -20,7 +20,7 @@ from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import DATA, PP, SHARD, Axes
-from shardwise.layout.units import GRADIENT_BITS
+from shardwise.layout.unit import GRADIENT_BITS
 from shardwise.layout.wire import packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.ops.context import OpContext, Options

@@ -25,7 +25,9 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.layout.context import cuts_sequences
-from shardwise.layout.units import UnitPlan, Use
+from shardwise.layout.gathers import Use
+from shardwise.layout.gradients import finished_after
+from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import GradSlot, WeightGradients, grad_slot
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.context import CutRows
@@ -243,7 +245,7 @@ class PartRunner(Runner):
 
     def end_backward(self, stage: int) -> None:
         """As of `Runner`: that of blocks which the loss does not depend on is over, too."""
-        if self.plan.blocks(stage):
+        if self.plan.local.blocks(stage):
             self.recomputation.check()
         if self.stages is not None:
             for part in reversed(self.plan.stages[stage]):
@@ -325,7 +327,7 @@ class PartRunner(Runner):
         """As of `Runner`: where nothing has come, the gradient is zero. number: of its forward pass; 0 for none."""
         if (part, number) in self._saved:
             self._saved[part, number].drop()
-        for unit in self.plan.finished_after(part):
+        for unit in finished_after(self.plan, part):
             self.engine.units[unit.name].empty_rest()
         super().finish_part(part)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.layout.gradients import gradients_over
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job.config import OptimizerConfig
@@ -125,7 +126,7 @@ class ModuleProgram(StepProgram, PartRunner):
         came = [name in self._slots and self._slots[name].arrived for name in self._trained]
         counts = torch.tensor(came, dtype=torch.int64, device=self.device)
         with self.comms.in_phase("loss"):
-            self.comms.all_reduce(counts, self.plan.gradients_over, "gradients")
+            self.comms.all_reduce(counts, gradients_over(self.plan), "gradients")
         if not self.comms.moves_data:
             return frozenset()
         return frozenset(name for name, count in zip(self._trained, counts.tolist(), strict=True) if not count)

@@ -274,7 +274,7 @@ def _map_rows(plan: UnitPlan, raw: RawStep) -> list[tuple[tuple[Any, ...], int]]
             counts[row.phase, row.op, row.unit, row.dtype, row.elements] += row.count
     for unit in plan.units:
         for start, stop, _ in unit.partial_sums:
-            counts["backward", "all_reduce", unit.name, plan.wire_dtype, stop - start] -= plan.reductions
+            counts["backward", "all_reduce", unit.name, plan.dtypes.wire, stop - start] -= plan.reductions
     return sorted((key, count) for key, count in counts.items() if count)
 
 

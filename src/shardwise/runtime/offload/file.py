@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.file_io import memory
 from shardwise.errors import UserError
+from shardwise.layout.gradients import feeds_back
 from shardwise.layout.homes import (
     BUFFERS,
     DISK_READ,
@@ -300,7 +301,7 @@ def open_file(plan: UnitPlan, path: Path, keep: bool = True) -> OffloadFile:
     """A file for the state of a plan's rank. Raises as `OffloadFile`."""
     layout = state_file(plan)
     assert layout is not None
-    state, parameters = getattr(torch, plan.master_dtype), getattr(torch, plan.layout.dtype)
+    state, parameters = getattr(torch, plan.dtypes.master), getattr(torch, plan.layout.dtype)
     return OffloadFile(path, layout, state, parameters, keep)
 
 
@@ -322,7 +323,7 @@ def newest_kept(plan: UnitPlan, folder: Path, rank: int, run: str, after: int, u
     All ranks of the job call this together. Every step of theirs must have a gradient norm.
     """
     layout = state_file(plan)
-    if layout is None or plan.layout.offload != "nvme" or plan.feeds_back:
+    if layout is None or plan.layout.offload != "nvme" or feeds_back(plan):
         return None
     mine: dict[int, Kept] = {}
     path = file_of(folder, rank)

@@ -15,7 +15,7 @@ from shardwise.runtime.transport.comms import Comms, waiting_for_disk
 from shardwise.runtime.zero.flat_unit import FlatUnit
 
 MASTER = 0
-"""Index of the master weights among `UnitPlan.states`."""
+"""Index of the master weights among `Workload.states`."""
 
 
 class OptimizerState(Protocol):
@@ -25,7 +25,7 @@ class OptimizerState(Protocol):
     stop: int
 
     def get(self, state: int, start: int, stop: int) -> Tensor:
-        """Elements of the interval of one of `UnitPlan.states`: a view or a copy, which is not to be changed."""
+        """Elements of the interval of one of `Workload.states`: a view or a copy, which is not to be changed."""
 
     def put(self, state: int, start: int, values: Tensor) -> None:
         """Change elements of the interval, from `start` on."""

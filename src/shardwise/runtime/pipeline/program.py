@@ -257,7 +257,7 @@ class StepProgram(Runner):
     def run_passes(self, worker: StepWorker) -> float:
         """Forward and backward of every micro-batch: gradients are those of the mean over all ranks' tokens, whose
         number it returns, and `worker.total` is the loss summed over them."""
-        schedule = self.plan.schedule
+        schedule = self.plan.pipeline.schedule
         self.engine.begin_step()
         if schedule is not None:
             execute(schedule, self.comms, worker)

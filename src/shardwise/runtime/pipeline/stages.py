@@ -109,17 +109,17 @@ class StageRunner(Runner):
 
         Its backward visits the parts of the stage; that of the embedding is over when the whole backward is.
         """
-        blocks = [(name, self.parts[name]) for name in self.plan.blocks(stage)]
+        blocks = [(name, self.parts[name]) for name in self.plan.local.blocks(stage)]
         saved: SavedTensors | None = None
         for name in self.plan.stages[stage]:
-            from_input = self.plan.layout.recompute == "input"
-            if self.offloaded is not None and self.plan.kind(name) == "block" and (not from_input or saved is None):
+            from_input, is_block = self.plan.layout.recompute == "input", self.plan.blueprint.kind(name) == "block"
+            if self.offloaded is not None and is_block and (not from_input or saved is None):
                 saved = self.offloaded.block(name, partial(storages, batch), saved)
-            if self.plan.layout.recompute == "input" and self.plan.kind(name) == "block":
+            if from_input and is_block:
                 if name == blocks[0][0]:
                     x = self._blocks_from_input(x, blocks, batch, saved)
                 continue
-            x = self._part(name, self.parts[name], x, batch, saved if self.plan.kind(name) == "block" else None)
+            x = self._part(name, self.parts[name], x, batch, saved if is_block else None)
         assert x is not None
         return x
 
@@ -156,7 +156,7 @@ class StageRunner(Runner):
             x.register_hook(lambda grad: finish())
         engine.use_unit("forward", name)
         with nullcontext() if saved is None else saved.saving():
-            again = self.plan.layout.recompute == "full" and self.plan.kind(name) == "block"
+            again = self.plan.layout.recompute == "full" and self.plan.blueprint.kind(name) == "block"
             if again and not getattr(part, "recomputes", False):  # a compiled block may do so itself
                 assert x is not None
                 y = recompute(lambda x: part(x, batch), x)

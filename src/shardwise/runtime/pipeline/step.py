@@ -42,7 +42,7 @@ class TrainProgram(StepProgram, StageRunner):
         super().__init__(plan, comms, device, file)
         self.bind_optimizer(optimizer, values, self.parts, kept)
         self.compile_seconds = 0.0
-        if plan.layout.compile == "block" and plan.first_blocks:
+        if plan.layout.compile == "block" and plan.local.first_blocks:
             self._compile()
 
     def _compile(self) -> None:
@@ -50,7 +50,7 @@ class TrainProgram(StepProgram, StageRunner):
 
         plan = self.plan
         self.comms.pulse.work("the compilation of the blocks")
-        with self.engine.compile_guard(plan.first_blocks[0]):
+        with self.engine.compile_guard(plan.local.first_blocks[0]):
             compiled = compile_blocks(self.decoder, plan, self.device)
         self.compile_seconds = compiled.seconds
         for name in plan.of_kind("block") if compiled.whole else ():
@@ -120,7 +120,7 @@ class DecoderWorker(StepWorker):
         return self.valid
 
     def _attends(self, stage: int) -> bool:
-        return bool(self.runner.plan.blocks(stage))
+        return bool(self.runner.plan.local.blocks(stage))
 
 
 class _Evaluation(DecoderWorker):

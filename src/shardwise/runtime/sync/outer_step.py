@@ -151,13 +151,13 @@ class OuterUnit:
         """Weights of the last outer step."""
         self.momentum: Tensor | None = None
         self.packed: PackedExchange | None = None
-        wide = torch_dtype(plan.master_dtype)
+        wide = torch_dtype(plan.dtypes.master)
         if keeps_base(plan):
             self.base = torch.empty(self.elements, dtype=wide, device=self.home)
             self.rebase()
         if keeps_momentum(plan):
             self.momentum = torch.zeros(self.elements, dtype=wide, device=self.home)
-        pieces = outer_pieces(plan, unit, comms.index(unit.shard))
+        pieces = outer_pieces(plan, unit, comms.index(unit.sharded_over))
         if pieces is not None:
             self.packed = PackedExchange(unit.name, pieces, outer_residuals(plan, unit), comms, self.home)
 
@@ -246,11 +246,11 @@ class OuterStep:
     def average_moments(self) -> None:
         """Give all replicas the mean of their moments. All ranks call this together."""
         for unit in self.units.values():
-            for kind in range(MASTER + 1, len(self._plan.states)):
+            for kind in range(MASTER + 1, len(self._plan.workload.states)):
                 unit.average(kind, self._room(unit), self._comms)
 
     def _room(self, unit: OuterUnit) -> Tensor:
-        dtype, device = torch_dtype(self._plan.master_dtype), unit.state.flat.whole.device
+        dtype, device = torch_dtype(self._plan.dtypes.master), unit.state.flat.whole.device
         return torch.empty(unit.elements, dtype=dtype, device=device)
 
     def _note_copies(self, unit: OuterUnit, wide: torch.dtype) -> None:

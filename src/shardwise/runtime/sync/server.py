@@ -34,8 +34,8 @@ class KeyRange:
 
     def __init__(self, plan: UnitPlan, segments: tuple[Segment, ...], values: Values) -> None:
         self.segments, count = segments, elements(segments)
-        dtype = torch_dtype(plan.master_dtype)
-        self.state = [torch.zeros(count, dtype=dtype) for _ in plan.states]
+        dtype = torch_dtype(plan.dtypes.master)
+        self.state = [torch.zeros(count, dtype=dtype) for _ in plan.workload.states]
         self._kind = plan.workload.optimizer
         self.spans: list[tuple[int, int, bool, int]] = []
         """(start, stop, weight decay, ranks that hold the same) of runs of it."""
@@ -85,12 +85,11 @@ class Server:
         self.ranges = [KeyRange(each, key_ranges(each)[place], values) for each in plans]
         self._at_once = isinstance(policy, AtOnce)
         sizes = [len(each.state[MASTER]) for each in self.ranges]
-        self._sum = torch.zeros(max(sizes), dtype=torch_dtype(plan.master_dtype))
+        self._sum = torch.zeros(max(sizes), dtype=torch_dtype(plan.dtypes.master))
         senders = range(self.workers * self.parts)
-        kept = plan.layout.staleness + 1
+        kept, dtype = plan.layout.staleness + 1, torch_dtype(plan.dtypes.gradients)
         self._free = {
-            rank: deque(torch.zeros(sizes[rank % self.parts], dtype=torch_dtype(plan.grad_dtype)) for _ in range(kept))
-            for rank in senders
+            rank: deque(torch.zeros(sizes[rank % self.parts], dtype=dtype) for _ in range(kept)) for rank in senders
         }
         """Rank -> memory for gradients that it may push before the first of them is in an update."""
         self._out = {

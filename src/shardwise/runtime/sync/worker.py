@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import Segment, elements, key_ranges, server_rank
-from shardwise.layout.units import Span
+from shardwise.layout.unit import Span
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Header, ServerMail
 from shardwise.runtime.sync.server import Server
@@ -34,7 +34,7 @@ class RemoteState:
         self.spans: list[Span] = list(flat.unit.spans)
 
     def get(self, kind: int, start: int, stop: int) -> Tensor:
-        """Elements of one kind of state (`UnitPlan.states`), as a copy."""
+        """Elements of one kind of state (`Workload.states`), as a copy."""
         return self._optimizer.read(self.flat.unit.name, kind, start, stop)
 
     def put(self, kind: int, start: int, values: Tensor) -> None:
@@ -64,13 +64,13 @@ class RemoteOptimizer:
             (server_rank(plan, server), segments) for server, segments in enumerate(key_ranges(plan))
         ]
         sizes = [elements(segments) for _, segments in self.servers]
-        self._leaving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.grad_dtype)).split(sizes)
+        self._leaving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.dtypes.gradients)).split(sizes)
         self._arriving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.layout.dtype)).split(sizes)
         self._buffers = [self._leaving[0], self._arriving[0], *(server.buffers if server else ())]
         self._kept = [each for own in server.ranges for each in own.state] if server else []
         for buffer in {each.untyped_storage().data_ptr(): each for each in self._buffers}.values():
             engine.tally.add("comm", buffer.untyped_storage().nbytes())
-        self._wide = torch_dtype(plan.master_dtype)
+        self._wide = torch_dtype(plan.dtypes.master)
         self._clips = plan.layout.asynchronous
         self.looks_at_norm = True
         self.skipped = False

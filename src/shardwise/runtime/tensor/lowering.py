@@ -30,7 +30,7 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
             split=layout.tp > 1,
             attention=layout.attention,  # type: ignore[arg-type]
             recompute=layout.recompute,
-            compiled=layout.compile == "block" and plan.kind(part) == "block",
+            compiled=layout.compile == "block" and plan.blueprint.kind(part) == "block",
             fused=plan.fused,
             cut_sequence=cuts_sequences(layout),
         ),
@@ -38,7 +38,7 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
         vocabulary=vocabulary_range(plan) if layout.tp > 1 else None,
         first_head=plan.tp_rank % layout.inner_ranks * (plan.model.heads // layout.inner_ranks),
         across_ranks=partial(context_core, part, plan, comms, device) if comms is not None else None,
-        exchange=RankExchange(plan, comms, part) if comms is not None and plan.routes else None,
+        exchange=RankExchange(plan, comms, part) if comms is not None and plan.blueprint.routes else None,
     )
 
 

@@ -7,7 +7,7 @@ from shardwise.layout import tensor
 from shardwise.layout.axes import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import COMPLETE, LOCAL, Around, Pending, Redistribute
-from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.comms import Comms, gather_dim, reduce_scatter_dim
 
 SEQUENCE_DIM = 1
 
@@ -36,20 +36,20 @@ class GatherSequence(_OverTP):
     """All-gather of the ranks' shards into whole sequences."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comms.gather_dim(x, SEQUENCE_DIM, TP, self.unit)
+        return gather_dim(self.comms, x, SEQUENCE_DIM, TP, self.unit)
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
-        return self.comms.reduce_scatter_dim(grad, SEQUENCE_DIM, TP, self.unit), COMPLETE
+        return reduce_scatter_dim(self.comms, grad, SEQUENCE_DIM, TP, self.unit), COMPLETE
 
 
 class ScatterSequence(_OverTP):
     """The sum of the ranks' parts; each keeps its shard of the sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comms.reduce_scatter_dim(x, SEQUENCE_DIM, TP, self.unit)
+        return reduce_scatter_dim(self.comms, x, SEQUENCE_DIM, TP, self.unit)
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
-        return self.comms.gather_dim(grad, SEQUENCE_DIM, TP, self.unit), COMPLETE
+        return gather_dim(self.comms, grad, SEQUENCE_DIM, TP, self.unit), COMPLETE
 
 
 class GatherOutputs(_OverTP):
@@ -60,7 +60,7 @@ class GatherOutputs(_OverTP):
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.comms.gather_dim(x, x.dim() - 1, TP, self.unit)
+        y = gather_dim(self.comms, x, x.dim() - 1, TP, self.unit)
         return y if y.shape[-1] == self.width else y[..., : self.width].contiguous()
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:

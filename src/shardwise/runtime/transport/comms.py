@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import PP, SERVER, Axes
-from shardwise.layout.units import Backend
+from shardwise.layout.unit import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.buffers import ByteCounter, Target, Workspace, add_up
@@ -516,25 +516,25 @@ class Comms:
         """Have a contiguous tensor filled by a rank of the group; it may be read after `wait()`."""
         return self._start("recv", axes, unit, out, partial(self._transports[axes].receive, out, peer), False)
 
-    # -- along a dim of activations
 
-    def gather_dim(self, x: Tensor, dim: int, axes: Axes, unit: str) -> Tensor:
-        """All-gather local shards along `dim`: [.., n/ranks, ..] -> [.., n, ..]."""
-        ranks = self.size(axes)
-        out = x.new_empty((ranks, *x.shape))
-        self.all_gather(out, x.contiguous(), axes, unit)
-        if prod(x.shape[:dim]) == 1:
-            return out.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-        return out.movedim(0, dim).reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+def gather_dim(comms: Comms, x: Tensor, dim: int, axes: Axes, unit: str) -> Tensor:
+    """All-gather local shards along `dim`: [.., n/ranks, ..] -> [.., n, ..]."""
+    ranks = comms.size(axes)
+    out = x.new_empty((ranks, *x.shape))
+    comms.all_gather(out, x.contiguous(), axes, unit)
+    if prod(x.shape[:dim]) == 1:
+        return out.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return out.movedim(0, dim).reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
 
-    def reduce_scatter_dim(self, x: Tensor, dim: int, axes: Axes, unit: str) -> Tensor:
-        """Sum over the group and keep this rank's piece along `dim`: [.., n, ..] -> [.., n/ranks, ..]."""
-        ranks = self.size(axes)
-        shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
-        pieces = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
-        out = x.new_empty(shape)
-        self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
-        return out
+
+def reduce_scatter_dim(comms: Comms, x: Tensor, dim: int, axes: Axes, unit: str) -> Tensor:
+    """Sum over the group and keep this rank's piece along `dim`: [.., n, ..] -> [.., n/ranks, ..]."""
+    ranks = comms.size(axes)
+    shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    pieces = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
+    out = x.new_empty(shape)
+    comms.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
+    return out
 
 
 def waiting_for_disk(comms: Comms) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Carried
 from shardwise.layout.axes import Axes
-from shardwise.layout.units import Backend
+from shardwise.layout.unit import Backend
 from shardwise.runtime.transport.buffers import Target, Workspace, add_up
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work

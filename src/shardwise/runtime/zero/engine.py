@@ -24,7 +24,7 @@ at stage 3 they are gathered for each use, as all others.
 
 Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
 optimizer has read it; full gradients on their way go when the sum is in, unless the transport has lasting buffers for
-them (`UnitPlan.transport_buffers`).
+them (`layout/transport_buffers.py`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -37,9 +37,24 @@ from torch import Tensor, nn
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import Axes
+from shardwise.layout.gathers import (
+    Phase,
+    Residency,
+    StepGathers,
+    Use,
+    gather_of,
+    gathering_uses,
+    generating_uses,
+    packed_slot_bytes,
+    slot_dtypes,
+    slot_elements,
+)
+from shardwise.layout.gradients import finished_after, packed_gradients, trained_units
 from shardwise.layout.homes import TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import splits_backward
-from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
+from shardwise.layout.transport_buffers import transport_buffers
+from shardwise.layout.unit import Gather, Hop
+from shardwise.layout.units import UnitPlan
 from shardwise.layout.wire import WIRE_DTYPE
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.offload.file import OffloadFile
@@ -76,7 +91,7 @@ class Engine:
     ) -> None:
         self.module, self.plan, self.comms, self.device = module, plan, comms, device
         self._weights = weights
-        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, plan.releases_early)
+        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, plan.pipeline.early)
         self.stage = plan.layout.stage
         self.tally = tally = ByteCounter()
         self.host = host = ByteCounter()
@@ -85,10 +100,11 @@ class Engine:
         comms.workspace.tally, comms.staging.tally = self.tally, host
         self._sums_on_host = accumulates_on_host(plan)
         self._slots = self._weight_slots(device) if self.stage == 3 else {}
+        self._buffers = transport_buffers(plan)
         staging = self._staging_buffers(device)
         self._reserved = self._reserve(device)
-        buffers = plan.transport_buffers
-        room = max((buffers.room(plan, unit) for unit in plan.units if plan.packed_gradients(unit)), default=0)
+        buffers = self._buffers
+        room = max((buffers.room(plan, unit) for unit in plan.units if packed_gradients(plan, unit)), default=0)
         self._room = Buffer("comm", room, torch_dtype(WIRE_DTYPE), device, self.tally)
         slots, wires = self._slots, self._packed_slots(device)
         self._wires = wires
@@ -110,7 +126,7 @@ class Engine:
         """Units whose own packed weights are those of today."""
         self._gathers_of_step = StepGathers(plan)
         self._reductions: dict[str, Work] = {}
-        self._residency = Residency(plan) if plan.in_stages else None
+        self._residency = Residency(plan) if plan.layout.pp > 1 or plan.of_kind("entry") else None
         self._uses: list[Use] = []
         self._at = 0
         self._passes: list[int] = []
@@ -126,20 +142,20 @@ class Engine:
 
     def _weight_slots(self, device: torch.device) -> dict[str, Buffer]:
         """Buffers of gathered weights. Under a pipeline they come and go."""
-        slots = self._slot_buffers(self.plan.slots, self.plan.slot_dtypes, device)
+        slots = self._slot_buffers(slot_elements(self.plan), slot_dtypes(self.plan), device)
         for slot in slots.values():
             slot.take().zero_()
         return slots
 
     def _packed_slots(self, device: torch.device) -> dict[str, Buffer]:
         """Buffers of packed weights as they are gathered, which come and go with the slots of their weights."""
-        sizes = self.plan.packed_slots
+        sizes = packed_slot_bytes(self.plan)
         return self._slot_buffers(sizes, dict.fromkeys(sizes, WIRE_DTYPE), device)
 
     def _slot_buffers(self, sizes: dict[str, int], dtypes: dict[str, str], device: torch.device) -> dict[str, Buffer]:
         """A buffer for each slot that has a size. They last, but under a pipeline."""
         lasting, buffers = self.plan.layout.pp == 1, {}
-        axes = {unit.slot: unit.shard for unit in self.plan.units}
+        axes = {unit.slot: unit.sharded_over for unit in self.plan.units}
         for name, elements in sizes.items():
             dtype = torch_dtype(dtypes[name])
             memory = self._allocate(elements, dtype, device, axes[name]) if lasting else None
@@ -148,15 +164,15 @@ class Engine:
 
     def _staging_buffers(self, device: torch.device) -> dict[str, Buffer]:
         """Unit -> the buffer of its full gradients, where these are staged."""
-        buffers, dtype = self.plan.transport_buffers, torch_dtype(self.plan.transport_buffers.dtype)
+        buffers, dtype = self._buffers, torch_dtype(self._buffers.dtype)
         lasting: dict[str, Tensor] = {}
         staging = {}
         for name, buffer in buffers.staged.items():
             unit = self.plan.by_name[name]
             if buffers.lasting and buffer not in lasting:
-                lasting[buffer] = self._allocate(buffers.sizes[buffer], dtype, device, unit.shard)
+                lasting[buffer] = self._allocate(buffers.sizes[buffer], dtype, device, unit.sharded_over)
             memory = lasting[buffer][: unit.padded] if buffers.lasting else None
-            reusable = partial(self.comms.wait_readers, axes=unit.shard)
+            reusable = partial(self.comms.wait_readers, axes=unit.sharded_over)
             staging[name] = Buffer("comm", unit.padded, dtype, device, self.tally, memory, reusable)
         return staging
 
@@ -219,7 +235,7 @@ class Engine:
     def begin_step(self) -> None:
         """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
         self._passes = [1] * self.plan.micro_batches
-        self._micro_batches = list(self.plan.gathering_uses()) if self._residency is None else []
+        self._micro_batches = list(gathering_uses(self.plan)) if self._residency is None else []
         self._gathers_of_step = StepGathers(self.plan)
         self._index = -1
 
@@ -231,7 +247,8 @@ class Engine:
     def begin_evaluation(self) -> None:
         """A forward pass without backward; stage 3 gathers every unit once."""
         self._uses = [
-            Use("forward", "forward", p, tuple(map(self.plan.gather, self.plan.units_of(p)))) for p in self.plan.parts
+            Use("forward", "forward", p, tuple(gather_of(self.plan, unit) for unit in self.plan.units_of(p)))
+            for p in self.plan.parts
         ]
         self._at = 0
         self._gathers.clear()
@@ -244,7 +261,7 @@ class Engine:
     def another_pass(self) -> None:
         """A further forward pass with gradients begins, which the plan does not have; none has gone backward yet."""
         self._passes[self._index] += 1
-        self._micro_batches = list(self.plan.gathering_uses(self._passes))
+        self._micro_batches = list(gathering_uses(self.plan, self._passes))
         self._uses = self._micro_batches[self._index]
 
     @contextmanager
@@ -265,7 +282,7 @@ class Engine:
         before |= {self.units[name].unit.slot: name for name in arriving}
         for slot, name in before.items():
             if left.get(slot) != name:
-                self._start(self.plan.gather(self.units[name].unit)).wait()
+                self._start(gather_of(self.plan, self.units[name].unit)).wait()
         self._gathers.update(dict.fromkeys(arriving, DONE))
 
     def _resident(self, uses: Sequence[Sequence[Use]]) -> dict[str, str]:
@@ -275,7 +292,7 @@ class Engine:
     def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
         if phase not in self._forwards:
-            self._forwards[phase] = self.plan.generating_uses(phase)
+            self._forwards[phase] = generating_uses(self.plan, phase)
         self._uses, self._at = self._forwards[phase][0 if self._empty else 1], 0
         self._empty = False
 
@@ -287,7 +304,7 @@ class Engine:
     def to_come(self) -> Iterator[Use]:
         """The plan's next uses by blocks, of this forward pass, or of the whole backward pass."""
         for use in self._uses[self._at :]:
-            if self.plan.kind(use.part) == "root":
+            if self.plan.blueprint.kind(use.part) == "root":
                 return
             yield use
 
@@ -343,7 +360,7 @@ class Engine:
         flat = self.units[gather.unit]
         if flat.copy is not None and gather.axes == flat.unit.again:
             # Another group's ranks may still read what they gathered from this memory before.
-            self.comms.wait_readers(flat.whole, flat.unit.shard)
+            self.comms.wait_readers(flat.whole, flat.unit.sharded_over)
             return self.comms.all_gather(flat.whole, flat.copy, gather.axes, gather.unit, later=True)
         if flat.packed is None:
             out, piece = flat.whole, self._interval(flat)
@@ -374,11 +391,11 @@ class Engine:
         return [self.units[unit.name] for unit in self.plan.units_of(part)]
 
     def _trained(self, part: str) -> list[FlatUnit]:
-        return [self.units[unit.name] for unit in self.plan.trained_units(part)]
+        return [self.units[unit.name] for unit in trained_units(self.plan, part)]
 
     def _allocate_grads(self, part: str) -> None:
         """Memory for the full gradients that `part`'s backward adds up, where there is none yet."""
-        staged = self.plan.transport_buffers.staged
+        staged = self._buffers.staged
         for flat in self._trained(part):
             for name, pending in self._reductions.items():
                 if flat.staging is not None and staged[name] == staged[flat.unit.name]:
@@ -403,7 +420,7 @@ class Engine:
         return any((use.kind, use.part) == ("backward", part) for use in self._uses[self._at :])
 
     def _finished(self, part: str) -> list[FlatUnit]:
-        flats = [self.units[unit.name] for unit in self.plan.finished_after(part)]
+        flats = [self.units[unit.name] for unit in finished_after(self.plan, part)]
         if self._splits:
             for flat in flats:
                 if flat.full_grads.held:
@@ -418,7 +435,7 @@ class Engine:
             for start, stop, axes in flat.unit.partial_sums:
                 self.comms.all_reduce(grads.tensor[start:stop], axes, name)
             if self._sums_on_host:
-                self.comms.copied(TO_HOST, name, torch_dtype(self.plan.wire_dtype), flat.unit.shard_numel)
+                self.comms.copied(TO_HOST, name, torch_dtype(self.plan.dtypes.wire), flat.unit.shard_numel)
             hop = next(iter(flat.unit.reduce), None)
             if hop is None:
                 continue
@@ -486,7 +503,7 @@ class Engine:
         have left it."""
         for pending in self._reductions.values():
             pending.wait()
-        room = self._room.take(self.plan.transport_buffers.room(self.plan, flat.unit))
+        room = self._room.take(self._buffers.room(self.plan, flat.unit))
 
         def done() -> None:
             self._room.free()
@@ -523,7 +540,7 @@ class Engine:
         self._gathers_of_step = StepGathers(self.plan)
         if self.stage in (1, 2):
             with self.comms.in_phase("optimizer"):
-                pendings = [self._start(self.plan.gather(flat.unit)) for flat in self.trained]
+                pendings = [self._start(gather_of(self.plan, flat.unit)) for flat in self.trained]
             for pending in pendings:
                 pending.wait()
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import Axes
+from shardwise.layout.gradients import residuals
 from shardwise.layout.homes import accumulates_on_host
 from shardwise.layout.placement import Box, Placed
-from shardwise.layout.units import WEIGHT_BITS, Unit, UnitPlan
+from shardwise.layout.unit import WEIGHT_BITS, Unit
+from shardwise.layout.units import UnitPlan
 from shardwise.model.adapters import is_scale, scale_of
 from shardwise.model.parameters import Parameter
 from shardwise.ops.gradients import GradSlot
@@ -100,19 +102,19 @@ class FlatUnit:
     ) -> None:
         self.unit, self.plan, self.slot, self.staging = unit, plan, slot, staging
         n = unit.shard_numel
-        place = index(unit.shard)
+        place = index(unit.sharded_over)
         self.start, self.stop = place * n, (place + 1) * n
         self.file = file if plan.layout.params_on_disk else None
         if slot is not None:
             self.whole = slot.tensor[: unit.padded]
             self.interval = self._interval(device, host)
         else:
-            self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.dtype_gathered(unit)), device=device)
+            self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.dtypes.gathered(unit)), device=device)
             self.interval = self.whole[self.start : self.stop]
         self.packed = None
         if wire is not None:
             self.packed = PackedWeights(unit, place, wire, device, tally)
-        sizes = plan.residuals(unit)
+        sizes = residuals(plan, unit)
         self.residuals = Residuals(unit, sizes, device, tally) if any(sizes) else None
         self.copy: Tensor | None = None
         if unit.copy_ranks:
@@ -123,9 +125,9 @@ class FlatUnit:
         if self.trains:
             elements = n if plan.layout.stage >= 2 else unit.padded
             if accumulates_on_host(plan):
-                self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), HOST, host)
+                self.grads = Buffer("gradients", elements, torch_dtype(plan.dtypes.gradients), HOST, host)
             else:
-                self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
+                self.grads = Buffer("gradients", elements, torch_dtype(plan.dtypes.gradients), device, tally)
         self.grad_slots: list[GradSlot] = []
         self._overwritten: list[GradSlot] = []
         self._added_to: list[Tensor] = []
@@ -135,7 +137,7 @@ class FlatUnit:
         home = self.plan.layout.offload_params
         elements = 0 if home == "nvme" else self.unit.shard_numel
         at = device if home == "none" else HOST
-        interval = torch.zeros(elements, dtype=torch_dtype(self.plan.dtype_of(self.unit)), device=at)
+        interval = torch.zeros(elements, dtype=torch_dtype(self.plan.dtypes.of(self.unit)), device=at)
         if home != "none":
             host.add("parameters", interval.nbytes)
         return interval
@@ -157,7 +159,7 @@ class FlatUnit:
 
         Weights are those values rounded, as they will be after every update.
         """
-        own = torch.zeros(self.stop - self.start, dtype=torch_dtype(self.plan.master_dtype), device=self.whole.device)
+        own = torch.zeros(self.stop - self.start, dtype=torch_dtype(self.plan.dtypes.master), device=self.whole.device)
         for start, placed, first, last in self._chunks():
             a, b = max(start + first, self.start), min(start + last, self.stop)
             if a < b:
@@ -176,7 +178,7 @@ class FlatUnit:
             a, b = max(start + first, self.start), min(start + last, self.stop)
             if a < b:
                 part = local_values(placed, a - start, b - start, values, self.whole.device)
-                self.put(a - self.start, part.to(torch_dtype(self.plan.master_dtype)))
+                self.put(a - self.start, part.to(torch_dtype(self.plan.dtypes.master)))
 
     def _chunks(self) -> Iterator[tuple[int, Placed, int, int]]:
         """(start in the flat buffer, parameter, first and last + 1 of its local elements) of blocks to fill."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.layout.gradients import norm_over
 from shardwise.layout.homes import (
     DISK_WRITE,
     TO_DEVICE,
@@ -23,8 +24,9 @@ from shardwise.layout.homes import (
     accumulates_on_host,
     gradient_chunk,
     is_master,
+    offloaded,
 )
-from shardwise.layout.units import Span
+from shardwise.layout.unit import Span
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.config import learning_rate as learning_rate
@@ -42,8 +44,8 @@ class UnitState:
 
     def __init__(self, flat: FlatUnit, values: Values, file: OffloadFile | None) -> None:
         initial, self.flat = flat.fill(values), flat
-        self.cut = len(initial) - flat.plan.offloaded(flat.unit)
-        moments = len(flat.plan.states) - 1
+        self.cut = len(initial) - offloaded(flat.plan, flat.unit)
+        moments = len(flat.plan.workload.states) - 1
         self.here: list[MemoryState] = []
         """On the device."""
         self.away: list[OptimizerState] = []
@@ -77,7 +79,7 @@ class UnitState:
                     yield replace(span, start=a, stop=b), missed.get(placed.name, 0)
 
     def get(self, kind: int, start: int, stop: int) -> Tensor:
-        """Elements of the interval of one of `UnitPlan.states`, not to be changed."""
+        """Elements of the interval of one of `Workload.states`, not to be changed."""
         pieces = [
             run.get(kind, max(start, run.start), min(stop, run.stop))
             for run in (*self.here, *self.away)
@@ -133,7 +135,7 @@ class Optimizer:
         """Number of the update, on each device that updates."""
         self._divisor = torch.ones((), device=self._device)
         """Divisor of gradients that are clipped in the update's own kernel."""
-        self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.master_dtype))
+        self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.dtypes.master))
         """A chunk of offloaded gradients, converted and clipped."""
         self._sums_on_host = accumulates_on_host(engine.plan)
         self._moved: Counter[tuple[str, tuple[str, str], str, torch.dtype]] = Counter()
@@ -193,7 +195,7 @@ class Optimizer:
     def _enter_copies(self) -> None:
         """Enter the copies of an update into the ledger, one for each unit and way."""
         if (file := self.engine.file) is not None:
-            wide = torch_dtype(self.engine.plan.master_dtype)
+            wide = torch_dtype(self.engine.plan.dtypes.master)
             for (op, unit), elements in file.moved.items():
                 self._moved["state", op, unit, wide] += elements
         with self.comms.in_phase("optimizer"):
@@ -303,7 +305,7 @@ def gradient_norm(engine: Engine, comms: Comms, states: Sequence[HasGradient]) -
     """Norm of all gradients (L2). Each value counts once: replicas over tp share it, intervals over the shard group and
     stages of the pipeline add up, and of a tied table at both ends the embedding's counts."""
     total = torch.zeros(1, dtype=torch.float64, device=engine.device)
-    copied = "tied" if engine.plan.copies_table else None
+    copied = "tied" if engine.plan.local.copies_table else None
     for state in states:
         if state.flat.unit.name == copied:
             continue
@@ -312,5 +314,5 @@ def gradient_norm(engine: Engine, comms: Comms, states: Sequence[HasGradient]) -
         for span in state.spans:
             part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
             total += (part * part / span.replicas).to(total.device)
-    comms.all_reduce(total, engine.plan.norm_over, "gradient norm")
+    comms.all_reduce(total, norm_over(engine.plan), "gradient norm")
     return math.sqrt(comms.read(total))

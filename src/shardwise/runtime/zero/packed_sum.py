@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.layout.units import GRADIENT_BITS, Hop, Unit
+from shardwise.layout.unit import GRADIENT_BITS, Hop, Unit
 from shardwise.runtime.transport.buffers import ByteCounter, Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import Work
@@ -46,7 +46,7 @@ class Residuals:
             # The near rank k packs again what goes to the k-th rank of each group.
             places = every.view(-1, unit.shard_numel)[comms.index(unit.again) :: unit.copy_ranks]
             places.add_(self.second.view_as(places))
-        comms.all_reduce(every, unit.shard, unit.name)
+        comms.all_reduce(every, unit.sharded_over, unit.name)
         own = every[self._own(comms)].clone()
         comms.all_reduce(own, unit.replicate, unit.name)
         return own
@@ -62,7 +62,7 @@ class Residuals:
         self.second.zero_()
 
     def _own(self, comms: Comms) -> slice:
-        start = comms.index(self._unit.shard) * self._unit.shard_numel
+        start = comms.index(self._unit.sharded_over) * self._unit.shard_numel
         return slice(start, start + self._unit.shard_numel)
 
 
@@ -108,7 +108,7 @@ class PackedSum:
             self._exchange(hop, len(pieces)).wait()
             pieces = self._summands(hop, len(pieces))
         (summands,) = pieces
-        into, own = self._into(), self._comms.index(self._unit.shard)
+        into, own = self._into(), self._comms.index(self._unit.sharded_over)
         for run in self._unit.packed_runs(own, GRADIENT_BITS):
             target = Target(into.tensor[run.elements], into.adds)
             add_up_packed([piece[run.packed] for piece in summands], GRADIENT_BITS, target)

@@ -107,8 +107,8 @@ class ExpertLayer:
 
     def _routed(self, plan: UnitPlan) -> range:
         """Tokens that a rank routes: all of its sequence, or a part of the tokens that its tp ranks have in common."""
-        start = 0 if plan.routed_places == self.tokens else plan.tp_rank * plan.routed_places
-        return range(start, start + plan.routed_places)
+        start = 0 if plan.routing.places == self.tokens else plan.tp_rank * plan.routing.places
+        return range(start, start + plan.routing.places)
 
     def _experts_of(self, sequence: int, tokens: range) -> Ints:
         """Expert of each row of some tokens, those that are dropped left out."""

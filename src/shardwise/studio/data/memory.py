@@ -10,7 +10,9 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.context import SequenceCut
+from shardwise.layout.gathers import slot_bytes
 from shardwise.layout.keys import KEYS, defaults
+from shardwise.layout.pipeline import role_of
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
@@ -232,12 +234,12 @@ def _moments(plan: UnitPlan) -> Table:
         "activations and the rest": [row.rest for row in rows],
         "together": [sum(lasting.values()) + row.gradients + row.comm + row.rest for row in rows],
     }
-    return Table(f"{plan.role}: one moment after the other", columns | sizes, dict.fromkeys(sizes, "bytes"))
+    return Table(f"{role_of(plan)}: one moment after the other", columns | sizes, dict.fromkeys(sizes, "bytes"))
 
 
 def _through_step(plan: UnitPlan) -> list[MemoryPoint]:
     """A step without a pipeline, at the moments whose largest is the predicted peak."""
-    s, slots = Sizes.of(plan), (plan.layout.stage == 3) * plan.slot_bytes
+    s, slots = Sizes.of(plan), (plan.layout.stage == 3) * slot_bytes(plan)
     there = inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
     saved = list(accumulate(sum(saved_items(plan, s, part).values()) for part in plan.parts))
     points: list[MemoryPoint] = []
@@ -269,8 +271,8 @@ def _words(when: str, part: str) -> str:
 def _through_pipeline(plan: UnitPlan) -> list[MemoryPoint]:
     """A rank of a pipeline: the fullest moment of each of its actions, and what is there while it waits."""
     drawn = _drawn(plan)
-    names, spans = [*map(str, drawn.actions), "optimizer"], _spans(drawn)
-    phases = [_PHASES.get(action.kind, "") for action in drawn.actions] + ["optimizer"]
+    names, spans = [*map(str, drawn.pipeline.actions), "optimizer"], _spans(drawn)
+    phases = [_PHASES.get(action.kind, "") for action in drawn.pipeline.actions] + ["optimizer"]
     points: list[MemoryPoint] = []
     left, now = (0, 0, 0), 0.0
     for full, after in islice(moments_of_rank(drawn, inputs(plan, Sizes.of(plan))), MOST_MOMENTS):
@@ -285,16 +287,16 @@ def _through_pipeline(plan: UnitPlan) -> list[MemoryPoint]:
 
 
 def _drawn(plan: UnitPlan) -> UnitPlan:
-    many = len(plan.short.actions) * plan.micro_batches > MOST_MOMENTS * plan.short.micro_batches
+    many = len(plan.short.pipeline.actions) * plan.micro_batches > MOST_MOMENTS * plan.short.micro_batches
     return plan.short if many else plan
 
 
 def _spans(plan: UnitPlan) -> list[tuple[float, float]] | None:
     """(begin, end) of each action of the rank and of the optimizer, where a forward of one micro-batch on a rank takes
     1, and so do its gradients of inputs and of weights; None for steps that are too long to be drawn."""
-    schedule = plan.schedule
+    schedule = plan.pipeline.schedule
     assert schedule
-    if len(plan.actions) > MOST_MOMENTS:
+    if len(plan.pipeline.actions) > MOST_MOMENTS:
         return None
     simulated = simulate(schedule, Times.shared(schedule, 1, 1, 1))
     return [*simulated.spans[plan.pp_rank], (simulated.makespan, simulated.makespan + 1)]
@@ -339,10 +341,9 @@ def _how_moments(plan: UnitPlan, command: str) -> How:
             "weights (Pipelines has other times).",
         ]
         if (drawn := _drawn(plan).micro_batches) < plan.micro_batches:
-            assert plan.steady
-            more = (
-                "; with all of them it holds more activations" if plan.steady.grows else ", and the highest is the same"
-            )
+            steady = plan.pipeline.steady
+            assert steady
+            more = "; with all of them it holds more activations" if steady.grows else ", and the highest is the same"
             lines.append(f"{drawn} of {plan.micro_batches} micro-batches: the others repeat its steady state{more}.")
     else:
         lines = [

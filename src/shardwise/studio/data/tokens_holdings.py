@@ -47,7 +47,7 @@ def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[ParameterSha
     for offset, placed in zip(unit.offsets, unit.placed, strict=True):
         name, size = placed.name.removeprefix(f"{BLOCK}."), placed.numel
         if mesh.layout.stage == 3:
-            low = mesh.index(unit.shard, rank) * unit.shard_numel
+            low = mesh.index(unit.sharded_over, rank) * unit.shard_numel
             start, stop = max(low, offset) - offset, min(low + unit.shard_numel, offset + size) - offset
             held = max(0, stop - start)
             yield ParameterShard(
