@@ -17,7 +17,6 @@ SHORT_HELPER, SMALL_MODULE = 6, 60
 
 SHORT_HELPERS, SMALL_MODULES = 530, 20
 CIRCLES = {
-    ("layout.homes", "layout.transport_buffers", "layout.units"),
     ("model.blueprint", "model.config", "model.counted"),
     ("runtime.transport.mail", "runtime.transport.shared", "runtime.transport.shared_collective"),
     ("schedule.staleness", "schedule.update_record"),

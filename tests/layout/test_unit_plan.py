@@ -136,7 +136,7 @@ def test_whatever_a_part_reads_is_in_its_slot(split: Split) -> None:
 
 @given(split_models())
 def test_units_are_staged_by_turns_where_ranks_read_each_other(split: Split) -> None:
-    alone = plan_of(split).transport_buffers
+    alone = transport_buffers(plan_of(split))
     assert not alone.lasting and all(unit == buffer for unit, buffer in alone.staged.items())
     plan = UnitPlan(*split, 0, "shared")
     staged, sizes = transport_buffers(plan).staged, transport_buffers(plan).sizes

@@ -16,7 +16,7 @@ from harness.today import EVERYTHING, seed
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, gathers, pipeline, unit_plan
 from shardwise.layout.gathers import gather_counts
-from shardwise.layout.pipeline import count_step
+from shardwise.layout.step import count_step
 from shardwise.layout.transport_buffers import transport_buffers
 from shardwise.layout.unit import Backend
 from shardwise.model import ModelConfig

@@ -22,6 +22,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import named
+from shardwise.layout.gathers import gather_counts
 from shardwise.layout.legality import check_runnable
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.optimizers import update_bytes
@@ -132,7 +133,7 @@ def gradient_floor(model: ModelConfig, layout: Layout, workload: Workload, clust
     first = unit_plan(model, layout, workload, backend="nccl")
     narrow, wide = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[first.dtypes.gradients]
     late, count = layout.stage >= 2, first.micro_batches
-    if not first.stages_gradients or (wide == narrow and count == 1):
+    if not first.dtypes.stages_gradients or (wide == narrow and count == 1):
         return 0.0
     copied = narrow + wide if wide > narrow else 0
     moved = copied + (count - 1) * (narrow + 2 * wide)
@@ -329,7 +330,7 @@ def test_stages_are_gathered_as_often_as_the_schedule_does(pp, virtual):
         for rank in range(pp):
             mine = replace(first, pp_rank=rank)
             blocks = set(mine.of_kind("block"))
-            gathers = sum(n for (_, gather), n in mine.gather_counts().items() if gather.unit in blocks)
+            gathers = sum(n for (_, gather), n in gather_counts(mine).items() if gather.unit in blocks)
             counts.append(gathers / len(blocks))
         assert max(counts) == pytest.approx(float(gathers_of_a_stage(virtual, rounds)))
 

@@ -16,6 +16,7 @@ from harness.today import RESUMED, by_turns, of_some, some_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import UserError
 from shardwise.layout import Layout, unit_plan
+from shardwise.layout.homes import offloaded
 from shardwise.layout.optimizers import OPTIMIZERS, states_of
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.runtime.job.config import OptimizerConfig
@@ -53,7 +54,7 @@ def test_bf16_weights_keep_fp32_masters(kind: str, text: str) -> None:
     assert_rules(case, layout, ranks)
     adam = unit_plan(case.model, layout, small(f"{text},precision=bf16", "adamw")[0].workload)
     mine = unit_plan(case.model, layout, case.workload)
-    updated = sum(unit.shard_numel - mine.offloaded(unit) for unit in mine.units)
+    updated = sum(unit.shard_numel - offloaded(mine, unit) for unit in mine.units)
     saved = 4 * (len(OPTIMIZERS["adamw"]) - len(OPTIMIZERS[kind])) * updated
     assert predict_bytes(adam).optimizer - predict_bytes(mine).optimizer == saved > 0
 

@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Literal
 
 from shardwise.layout import pipeline
+from shardwise.layout.step import count_step
 from shardwise.layout.unit import WEIGHT_BITS, Gather, Unit
 from shardwise.layout.units import UnitPlan
 from shardwise.layout.wire import WIRE_DTYPE
@@ -137,7 +138,7 @@ def gathered_elements(plan: UnitPlan, gather: Gather) -> int:
 
 def gather_counts(plan: UnitPlan) -> Counter[tuple[str, Gather]]:
     """(phase, gather) -> times per step: after the update at stages 1 and 2, for each use at stage 3."""
-    return pipeline.count_step(plan, _gathers_one_by_one)
+    return count_step(plan, _gathers_one_by_one)
 
 
 def _gathers_one_by_one(plan: UnitPlan) -> Counter[tuple[str, Gather]]:

@@ -7,10 +7,8 @@ is loaded when there is a pipeline: it needs numpy, which nothing else here does
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.layout import Layout
@@ -20,12 +18,10 @@ from shardwise.records import dataclass
 from shardwise.report.step_report import Phase
 
 if TYPE_CHECKING:
-    from shardwise.layout.units import UnitPlan
     from shardwise.schedule.pipeline import Action, PipelineSchedule
     from shardwise.schedule.pipeline.plan import StageLayers
     from shardwise.schedule.pipeline.simulate import Steady
 
-K = TypeVar("K")
 _PHASES: dict[str, Phase] = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward", "SHARE_LOSS": "loss"}
 
 
@@ -150,27 +146,10 @@ class RankSchedule:
         is like the next."""
         return steady(self.layout.schedule, self.layout.pp, self.micro_batches) if self.layout.pp > 1 else None
 
-
-def count_step(plan: UnitPlan, of_step: Callable[[UnitPlan], Counter[K]]) -> Counter[K]:
-    """Value of `of_step` for a plan's step, extrapolated from the short step and from one that is a period longer.
-
-    of_step: counts something that occurs equally often in every period of the steady state.
-    """
-    short, repeating = plan.short, plan.pipeline.steady
-    period = repeating.period if repeating else 1
-    found, repeats = of_step(short), (plan.micro_batches - short.micro_batches) // period
-    if repeats:
-        longer = of_step(plan.of_micro_batches(short.micro_batches + period))
-        found = Counter({key: found[key] + repeats * (n - found[key]) for key, n in longer.items()})
-    return found
-
-
-def role_of(plan: UnitPlan) -> str:
-    """Name, in reports, of the ranks at a plan's place in the pipeline."""
-    stages = list(map(str, plan.stages))
-    if len(stages) > 4:  # a table of 80 columns has room for the numbers beside them
-        stages = [*stages[:2], f"... {stages[-1]}"]
-    return "all" if plan.layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+    @property
+    def period(self) -> int:
+        """Micro-batches of a period of the steady state."""
+        return self.steady.period if self.steady else 1
 
 
 @lru_cache(maxsize=64)

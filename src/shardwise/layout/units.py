@@ -252,7 +252,7 @@ class UnitPlan:
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.layout)
 
-    def of_micro_batches(self, count: int) -> UnitPlan:
+    def _of_micro_batches(self, count: int) -> UnitPlan:
         """A copy of the plan for a step of `count` micro-batches."""
         batch = count * self.layout.micro * self.layout.dp
         return self if count == self.micro_batches else replace(self, workload=replace(self.workload, batch=batch))
@@ -260,7 +260,13 @@ class UnitPlan:
     @cached_property
     def short(self) -> UnitPlan:
         """The plan of the shorter step."""
-        return self.of_micro_batches(self.pipeline.steady.micro if self.pipeline.steady else min(self.micro_batches, 3))
+        steady = self.pipeline.steady
+        return self._of_micro_batches(steady.micro if steady else min(self.micro_batches, 3))
+
+    @cached_property
+    def longer(self) -> UnitPlan:
+        """The plan of a step that is a period longer than the shorter one."""
+        return self._of_micro_batches(self.short.micro_batches + self.pipeline.period)
 
     @property
     def tokens(self) -> int:

@@ -37,7 +37,7 @@ from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.memory.transients import LiveBytes
 
-SHARED = ("schedules", "fused", "windows", "micro_batches")
+SHARED = ("schedules", "fused", "local", "micro_batches")
 """Fields of a plan that are equal in all lanes."""
 
 

@@ -14,7 +14,7 @@ from shardwise.layout.axes import TP
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
-from shardwise.layout.pipeline import role_of
+from shardwise.layout.step import role_of
 from shardwise.layout.unit import Backend
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check_runnable
-from shardwise.layout.pipeline import role_of
+from shardwise.layout.step import role_of
 from shardwise.layout.unit import Backend
 from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
@@ -285,8 +285,7 @@ def _period(plan: UnitPlan) -> tuple[int, int, int]:
         return 1, 1, 2
     from shardwise.schedule.pipeline.simulate import continuation
 
-    short, period = plan.short, plan.pipeline.steady.period
-    longer = short.of_micro_batches(short.micro_batches + period)
+    short, longer, period = plan.short, plan.longer, plan.pipeline.period
     places = continuation(short.pipeline.actions, longer.pipeline.actions)
     stop = next(index for index, place in enumerate(places) if place > index)
     start = stop - (len(longer.pipeline.actions) - len(short.pipeline.actions))

@@ -76,8 +76,7 @@ def _continued(plan: UnitPlan) -> MemoryPeak:
     from shardwise.schedule.pipeline.simulate import continuation
 
     assert plan.pipeline.steady is not None
-    lasting, short = stages_of(plan).inputs, plan.short
-    longer = short.of_micro_batches(short.micro_batches + plan.pipeline.steady.period)
+    lasting, short, longer = stages_of(plan).inputs, plan.short, plan.longer
     a, b = _by_action(short, lasting), _by_action(longer, lasting)
     most = MemoryPeak()
     for one, place in zip(a, [*continuation(short.pipeline.actions, longer.pipeline.actions), -1], strict=True):

@@ -18,8 +18,9 @@ from shardwise.layout.gradients import gradients_over, norm_over, packed_gradien
 from shardwise.layout.key_ranges import elements, key_ranges
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.outer import outer_exchanges
-from shardwise.layout.pipeline import count_step, phases
+from shardwise.layout.pipeline import phases
 from shardwise.layout.placement import kv_heads_held
+from shardwise.layout.step import count_step
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
 from shardwise.model.operations import AttentionCore

@@ -12,7 +12,7 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.gathers import slot_bytes
 from shardwise.layout.keys import KEYS, defaults
-from shardwise.layout.pipeline import role_of
+from shardwise.layout.step import role_of
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
