@@ -7,12 +7,12 @@ from shardwise.errors import UserError
 from shardwise.interop import ServerSettings, WriteRequest, read, write
 from shardwise.layout import Layout, Workload
 from shardwise.layout.experts import expert_spread
+from shardwise.layout.serving import check_generation, plan_of
 from shardwise.layout.units import UnitPlan
 from shardwise.model.catalog import resolve
 from shardwise.planner import serving
 from shardwise.planner.serving import plan_serving
 from shardwise.planner.strategies import Asked, compare
-from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.profiles import engine
 

@@ -14,6 +14,7 @@ from shardwise.interop import ServerSettings, WriteRequest, read
 from shardwise.interop.writing.writer import write
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.context import PageCut
+from shardwise.layout.serving import check_generation, plan_of
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get, resolve
 from shardwise.model.formats import FORMS, weight_format
@@ -32,7 +33,6 @@ from shardwise.predict.memory.serving import (
     stage_bytes,
     weight_bytes,
 )
-from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.predict.time import engine
 from shardwise.predict.time.requests import closed_loop
 from shardwise.predict.time.serving import ServingLayout, cache_bytes_per_token

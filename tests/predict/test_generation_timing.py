@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.serving import plan_of
 from shardwise.model.catalog import get
 from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
 from shardwise.predict import estimate
-from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time import decode_step, engine, prefill
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.network import Collectives

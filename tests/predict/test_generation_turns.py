@@ -11,12 +11,12 @@ from harness.strategies import models
 from quoted.tokens import summed_bytes
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.serving import check_generation, plan_of, sequences_of
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.parameters import count_parts
 from shardwise.planner.strategies import decode_round
-from shardwise.predict.serving_layout import check_generation, plan_of, sequences_of
 from shardwise.predict.traffic.ring_volume import kind_of, payload, ring_volume
 from shardwise.predict.traffic.serving import ForwardPass, balanced, mixtures_of, steady_gathers, turn_ledger
 from shardwise.schedule import build

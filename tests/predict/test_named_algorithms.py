@@ -7,8 +7,8 @@ from harness.today import seed
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.serving import check_generation
 from shardwise.predict.estimate import estimate
-from shardwise.predict.serving_layout import check_generation
 from shardwise.predict.time.pricing import Pricing
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.choose import pricer

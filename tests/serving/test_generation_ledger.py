@@ -13,12 +13,12 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import DP, PP, TP
 from shardwise.layout.experts import across_axes, experts_across
 from shardwise.layout.gathers import generating_uses, slot_elements
+from shardwise.layout.serving import lockstep_axes, replicas_in_step
 from shardwise.layout.unit import Gather
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts, LatentAttention
 from shardwise.ops.cpu.products import FbgemmInt8
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
-from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
 from shardwise.predict.traffic.serving import ForwardPass, Routed, mixtures_of, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Cancel, Command, Request, Sampling

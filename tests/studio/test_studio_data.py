@@ -18,12 +18,12 @@ from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, pipeline
+from shardwise.layout.serving import plan_of
 from shardwise.model.catalog import catalog, get
 from shardwise.model.parameters import count
 from shardwise.planner import plan as search
 from shardwise.planner.strategies import Asked, compare
 from shardwise.predict import estimate, zero_table
-from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.split import StepShape

@@ -15,8 +15,8 @@ from shardwise.cli.engine import job_of
 from shardwise.codec import Json
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, PP
+from shardwise.layout.serving import check_generation, lockstep_axes, plan_of
 from shardwise.planner.strategies import decode_round
-from shardwise.predict.serving_layout import check_generation, lockstep_axes, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
 from shardwise.report.table import rows_by_name
 from shardwise.report.terminal import Renderable

@@ -34,8 +34,8 @@ class ServingOptions(CommandOptions):
 
 def job_of(args: ServingOptions, report: str | None = None) -> ServingJob:
     """The engine that the options describe. Raises `UserError`."""
+    from shardwise.layout.serving import check_generation
     from shardwise.predict.memory.serving import largest_page_bytes
-    from shardwise.predict.serving_layout import check_generation
 
     layout = Layout.parse(args.layout)
     if args.precision:

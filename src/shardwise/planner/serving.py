@@ -32,6 +32,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
+from shardwise.layout.serving import check_generation, check_length, plan_of
 from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import stored_as
@@ -53,7 +54,6 @@ from shardwise.predict.memory.serving import (
     passing_bytes,
     stage_bytes,
 )
-from shardwise.predict.serving_layout import check_generation, check_length, plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for

@@ -11,10 +11,7 @@ from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.experts import experts_across
-from shardwise.model import ModelConfig
-from shardwise.predict.memory.engine_bytes import OWN
-from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
-from shardwise.predict.serving_layout import (
+from shardwise.layout.serving import (
     check_generation,
     check_length,
     plan_of,
@@ -22,6 +19,9 @@ from shardwise.predict.serving_layout import (
     rows_here,
     sequences_of,
 )
+from shardwise.model import ModelConfig
+from shardwise.predict.memory.engine_bytes import OWN
+from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, DecodeTime, pricing_for

@@ -30,6 +30,7 @@ from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
 from shardwise.layout.experts import across_axes, expert_share, experts_across
 from shardwise.layout.placement import cache_shape
+from shardwise.layout.serving import rows_here
 from shardwise.layout.tensor import edges
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import Around
@@ -42,7 +43,6 @@ from shardwise.ops.generate_experts import ServedExperts
 from shardwise.ops.paged import DecodeRows, PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
 from shardwise.ops.table import lower
-from shardwise.predict.serving_layout import rows_here
 from shardwise.runtime.context.cache import ContextCache, ContextRows, collect
 from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.pipeline.stages import StageRunner

@@ -16,10 +16,10 @@ from shardwise.codec import Json
 from shardwise.errors import LayoutError, UserError, near_path
 from shardwise.layout import Layout
 from shardwise.layout.context import CHUNK, PAGE, PageCut
+from shardwise.layout.serving import check_generation, plan_of
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.options import check_fields, option
-from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import PP, TP
-from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
+from shardwise.layout.serving import lockstep_axes, replicas_in_step
 from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.graphs import alone

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from shardwise.layout import Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
+from shardwise.layout.serving import lockstep_axes
 from shardwise.model.parameters import Model
-from shardwise.predict.serving_layout import lockstep_axes
 from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.allocator import release_freed_memory
 from shardwise.runtime.job import pulse

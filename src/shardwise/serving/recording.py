@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.codec import Json
 from shardwise.layout import Mesh
 from shardwise.layout.axes import DP
-from shardwise.predict.serving_layout import replicas_in_step
+from shardwise.layout.serving import replicas_in_step
 from shardwise.report.step_report import Bytes, LedgerRow, Phase, Role, StepReport, TransportRow, merge_roles
 from shardwise.schedule.pipeline import build
 from shardwise.schedule.pipeline.simulate import simulate

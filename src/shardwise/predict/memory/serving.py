@@ -20,6 +20,7 @@ from shardwise.layout.gathers import slot_elements
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import Placed, cache_shape, width_held
+from shardwise.layout.serving import check_generation, plan_of, rows_here
 from shardwise.model import ModelConfig
 from shardwise.model.formats import stored_bytes, weight_format
 from shardwise.model.operations import AttentionCore
@@ -27,7 +28,6 @@ from shardwise.model.parameters import blueprint
 from shardwise.ops.limits import BYTE_ROWS, SCORES, WIDE_OUTPUTS, row_int8_bytes, tiled_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
-from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of, rows_here
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
@@ -274,7 +274,7 @@ def page_bytes(
     """Bytes of one page of keys and values on a rank, all its blocks. context: tokens of a sequence, over which windows
     and states are averaged: of a model that is only counted, and of all under an engine with a `windowed_cache`.
     cache_type: torch's name of its type; empty for the layout's."""
-    names = blocks_of(plan)
+    names = plan.of_kind("block")
     first = int(names[0].rpartition(".")[2]) if names else 0
     served = ServingSetup(max(context, 1), page=page, cache_type=cache_type, engine=engine)
     return _page_of_blocks(plan.model, plan.layout, served, range(first, first + len(names)))

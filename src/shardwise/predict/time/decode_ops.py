@@ -6,7 +6,7 @@
 from typing import NamedTuple
 
 from shardwise.layout.pipeline import stages
-from shardwise.predict.serving_layout import plan_of
+from shardwise.layout.serving import plan_of
 from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.serving import PassSeconds, decode_products

@@ -18,8 +18,8 @@ from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.axes import EDP
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import cache_shape
+from shardwise.layout.serving import plan_of, rows_here, sequences_of
 from shardwise.model import ModelConfig
-from shardwise.predict.serving_layout import plan_of, rows_here, sequences_of
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing

@@ -16,9 +16,9 @@ from shardwise.layout.experts import across_axes, expert_share, experts_across
 from shardwise.layout.gathers import generating_uses
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import cache_shape
+from shardwise.layout.serving import lockstep_axes, replicas_in_step, rows_here
 from shardwise.layout.unit import Gather
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.serving_layout import blocks_of, lockstep_axes, replicas_in_step, rows_here
 from shardwise.predict.traffic.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase
 
@@ -132,7 +132,7 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
     shape = cache_shape(model, layout.tp)
     gathered = tokens * (heads + shape.rows) * shape.width
     wide = "float32" if dtype == "bfloat16" else dtype
-    for part in blocks_of(plan):
+    for part in plan.of_kind("block"):
         rows[(turn.phase, "all_gather_into", CP, part, dtype, gathered)] += 1
         rows[(turn.phase, "all_to_all", CP, part, wide, tokens * heads * (shape.values + 1))] += 1
     for part in plan.of_kind("head") if turn.rows else ():
@@ -140,7 +140,9 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
 
 
 def mixtures_of(plan: UnitPlan) -> list[str]:
-    return [part for part in blocks_of(plan) if any(p.cut == "expert" for p in plan.blueprint.part(part).parameters)]
+    return [
+        part for part in plan.of_kind("block") if any(p.cut == "expert" for p in plan.blueprint.part(part).parameters)
+    ]
 
 
 def balanced(plan: UnitPlan, tokens: float, together: float) -> dict[str, Routed]:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.serving import plan_of
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner.strategies import ENGINE, Asked, Generated, StrategyComparison, compare, usual_layouts
 from shardwise.predict.memory.capacity import capacity_of
-from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time import decode_ops
 from shardwise.predict.time.generation import DecodeStrategy

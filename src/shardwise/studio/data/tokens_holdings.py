@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import PP, TP
 from shardwise.layout.placement import Placed
+from shardwise.layout.serving import plan_of
 from shardwise.model import ModelConfig
-from shardwise.predict.serving_layout import blocks_of, plan_of
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share, format_spans
 from shardwise.studio.columns import How, Table
@@ -114,7 +114,7 @@ def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard], fits
     """The ranks that are drawn. held: `pieces` of the layout; fits: whether weights and cache fit a device."""
     mesh, shares = Mesh.of(layout, model), _shares(model, held)
     stages = [
-        tuple(int(name.removeprefix("blocks.")) for name in blocks_of(plan_of(model, layout, stage)))
+        tuple(int(name.removeprefix("blocks.")) for name in plan_of(model, layout, stage).of_kind("block"))
         for stage in range(layout.pp)
     ]
     results = []

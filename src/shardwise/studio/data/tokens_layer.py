@@ -6,8 +6,8 @@ from urllib.parse import urlencode
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout
+from shardwise.layout.serving import plan_of, sequences_of
 from shardwise.model import ModelConfig
-from shardwise.predict.serving_layout import plan_of, sequences_of
 from shardwise.predict.time.decode_ops import (
     ATTENTION,
     FEED_FORWARD,

@@ -99,10 +99,6 @@ def plan_of(model: ModelConfig, layout: Layout, stage: int = 0, tp: int = 0) -> 
     return unit_plan(model, layout, Workload(), rank=Mesh.of(layout, model).rank(pp=stage, dp=0, cp=0, tp=tp))
 
 
-def blocks_of(plan: UnitPlan) -> list[str]:
-    return plan.of_kind("block")
-
-
 def sequences_of(layout: Layout, sequences: int) -> int:
     """Sequences on the busiest data rank: replicas, and ranks that gather weights, share them out evenly.
 
