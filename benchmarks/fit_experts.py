@@ -120,7 +120,7 @@ def from_memory(rows: Rows, weights: str, name: str) -> np.ndarray:
     """Which rows read more weights than a cache keeps from one repetition to the next."""
     layer = layer_of(rows)
     elements = layer.hit * sum(wide * deep for wide, deep in layer.products)
-    return elements * weight_format(weights).width > CACHED * L2_BYTES[name]
+    return np.asarray(elements * weight_format(weights).width > CACHED * L2_BYTES[name])
 
 
 def judged(rows: Rows) -> np.ndarray:

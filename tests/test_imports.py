@@ -20,6 +20,7 @@ FLOORS = {
     "calls": 0.5,
     "small_files": 0,
     "lazy": 0,
+    "arrays": 0,
     "records": 0,
     "options": 0.5,
     "codec": 0.5,

@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.unit import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import INT8, NF4
 from shardwise.model.parameters import Model, count, count_trained
-from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, Num, RankBound
+from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, RankBound
 from shardwise.planner.space import ON_DEVICE, BatchChoice, LayoutColumns, Space
 from shardwise.predict.memory import peak
 from shardwise.predict.memory.activations import kept_items, saved_items

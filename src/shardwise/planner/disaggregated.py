@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
@@ -30,8 +31,6 @@ from shardwise.planner.strategies import CHUNK
 from shardwise.predict.memory.serving import page_bytes_of_block
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.profiles import EngineProfile
-
-Num = Any
 
 MOST_COUNTS = 64
 """Numbers of instances for prefill that are tried, spread evenly over their orders of magnitude."""
@@ -110,8 +109,8 @@ def best_apart(
     for layout in (one.layout for one in reading):
         prompt, busy = _reading(strategy_of(layout), workload)
         pairs = _Pairs(layout, decoding, cluster, workload)
-        transfer = _transfer(cluster, nbytes / np.minimum(pairs.ranks, layout.ranks))
-        answer = prompt + transfer + following * pairs.token
+        transfer = np.asarray(_transfer(cluster, nbytes / np.minimum(pairs.ranks, layout.ranks)))
+        answer = np.asarray(prompt + transfer + following * pairs.token)
         most = np.minimum(
             pairs.others * pairs.batch / (following * pairs.token), np.minimum(pairs.count, pairs.others) / transfer
         )
@@ -185,7 +184,7 @@ class _Pairs:
 def _answered(clients: int, answer: Num, busy: float, count: Num) -> Num:
     """Requests per second of so many clients, of which each sends another one when it is answered: `answer` seconds and
     the wait for one of `count` instances later."""
-    low, high = np.zeros(np.broadcast_shapes(answer.shape, count.shape)), count / busy + 0.0 * answer
+    low, high = np.zeros(np.broadcast_shapes(np.shape(answer), np.shape(count))), count / busy + 0.0 * answer
     for _ in range(HALVINGS):
         rate = (low + high) / 2
         load = rate * busy / count

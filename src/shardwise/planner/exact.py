@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.unit import Backend
@@ -18,7 +19,6 @@ from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.planner.bounds import places
-from shardwise.planner.rank_bound import Num
 from shardwise.planner.space import BatchChoice, LayoutColumns
 from shardwise.predict.memory.engine_bytes import (
     EngineRank,
@@ -172,14 +172,14 @@ class EngineBound:
             return np.array([[of(*each) for each in zip(numbers, row, strict=True)] for row in flying])[:, None, :]
 
         layers = self.settings.layers
-        again = tuple(table(lambda n, f, of=of: remade_in_all(n, f, layers)[of]) for of in (0, 1)) if layers else (0, 0)
+        dense, routed = (table(lambda n, f, of=of: remade_in_all(n, f, layers)[of]) if layers else 0 for of in (0, 1))
         stage = frame.columns["zero"]
         shard = np.where(stage > 0, frame.columns["shard"], 1)
         replicas = np.where(stage > 0, max(1, frame.expert_replicas), 1)
         return EngineRank(
             self.memory, numbers[0], micro, stage, shard, replicas, table(lambda n, f: in_all(n.dense, f)),
             table(lambda n, f: in_all(n.routed, f)), table(lambda n, f: f[0]), frame.pp, self.workload.optimizer,
-            narrow=self.settings.narrow, remade=again, maximum=np.maximum,
+            narrow=self.settings.narrow, remade=(dense, routed), maximum=np.maximum,
         )  # fmt: skip
 
     def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchNumbers:

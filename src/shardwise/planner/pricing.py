@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from shardwise.arrays import Array, Num
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import changed
@@ -32,7 +33,6 @@ from shardwise.predict.time.traffic import Traffic, traffic
 from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
 
-Num = Any
 T = TypeVar("T")
 
 
@@ -248,7 +248,7 @@ class Prices:
         found = pieces(self.model, split, engine, self.pricing).joined()
         return found.each(lambda column: np.broadcast_to(column, len(self._row)))
 
-    def _shares(self, engine: EngineProfile, order: ScheduleChoice) -> Num:
+    def _shares(self, engine: EngineProfile, order: ScheduleChoice) -> Array:
         # Candidates have as many micro-batches as the closed form wants: two ranks with two stand for all.
         share = bubble_share(order.schedule, 2, 2, order.virtual, self._table(engine))
         return np.broadcast_to(share, len(self._row))

@@ -6,13 +6,14 @@ and the tensors of that backward. Messages and some of what is on its way are le
 than the bytes of `estimate`; a test compares the two.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache, reduce
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.arrays import Array, Num
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
 from shardwise.layout.placement import place
@@ -68,9 +69,6 @@ def block_elements(model: ModelConfig, tp: int) -> BlockElements:
 def _has_experts(part: Part) -> bool:
     return any(p.cut == "expert" for p in part.parameters)
 
-
-Num = Any
-"""A number, or an array of numbers: rows x shardings x orders of a frame."""
 
 MOST_ENDS = 4
 """Most units of a rank beside its blocks'."""
@@ -209,7 +207,7 @@ class RankBound:
         if self.frame.pp > 1:
             return 0
         edges = [self.padded[name] for name in ("embedding", "head") if name in self.padded]
-        outer = reduce(np.maximum, [*edges, self.padded["blocks.0"]] if self.layers > 2 else edges, 0)
+        outer = _most([*edges, self.padded["blocks.0"]] if self.layers > 2 else edges)
         return (self.padded["blocks.0"] + outer + self.padded.get("tied", 0)) * WEIGHT * (self.stage == 3)
 
     def _sum(self, of: Any, kind: int, names: str = "all") -> Num:
@@ -241,7 +239,7 @@ class RankBound:
         if FIRST not in self.kinds and WHOLE not in self.kinds:
             most = most + self._under_way * self.in_flight
         if self.backend == "nccl" and not self.mixture:
-            most = most + MASTER * self._updated_here(reduce(np.maximum, self.shard.values()), 1) * ~self.many
+            most = most + MASTER * self._updated_here(_most(self.shard.values()), 1) * ~self.many
         if self.frame.pp == 1:
             most = most + self.micro.tables - self.micro.known_embedding - self.micro.known_head
         for held in self._moments():
@@ -276,7 +274,7 @@ class RankBound:
         embedding = s.embedding - s.known_embedding if kind in (FIRST, WHOLE) else 0.0
         return embedding + (s.head - s.known_head if kind in (LAST, WHOLE) else 0.0)
 
-    def _columns(self) -> Iterator[tuple[Num, Num, Num, Num]]:
+    def _columns(self) -> Iterator[tuple[tuple[int, int], Array, Array, Array]]:
         """For each moment, arrays of rows x 1 x orders: its kind and the next; and by kind its counts of saved, kept
         and accumulated."""
         frame = self.frame
@@ -304,7 +302,7 @@ class RankBound:
         waits = own * stays if piped else tied + head * self.in_flight
         staged = np.where(stays, blocks * block + own, block + (0 if piped else tied)) + follows * (blocks > 1)
         kept = apart * (blocks - 1) * s.kept_block
-        cases = [
+        cases: list[Num] = [
             np.where(blocks > 0, in_block - above + block + waits, 0.0),
             np.where(blocks > 0, in_block - above - (blocks - 1) * s.block + kept + staged, 0.0),
         ]
@@ -314,7 +312,14 @@ class RankBound:
             inside = np.where(apart, s.in_embedding_apart, s.in_embedding) - s.embedding
             staged = self._staged("embedding") + tied + (blocks * block * stays if piped else follows)
             cases.append(inside - above + blocks * (apart * s.kept_block - s.block) + staged)
-        return reduce(np.maximum, cases)
+        return _most(cases)
+
+
+def _most(numbers: Iterable[Num]) -> Num:
+    most: Num = 0
+    for number in numbers:
+        most = np.maximum(most, number)
+    return most
 
 
 def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, layers: int) -> tuple[Any, Any, Num]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.codec import Json
@@ -69,7 +70,6 @@ from shardwise.report.units import format_bytes, format_time
 if TYPE_CHECKING:
     from shardwise.report.terminal import Renderable
 
-Num = Any
 By = Literal["throughput", "cost", "pareto"]
 
 KV_CACHES = ("auto", "bf16", "fp8")
@@ -642,7 +642,7 @@ class _Space:
         rates = self._rate(clients, dp, slower[2], faster[2])
         asked: list[Deployment] = []
         free: list[Deployment] = []
-        for i, times in enumerate(zip(*slower[:2], rates, strict=True)):
+        for i, times in enumerate(zip(*map(np.asarray, (*slower[:2], rates)), strict=True)):
             layout = Layout(dp=int(dp[i]), tp=int(tp[i]), pp=int(pp[i]))
             first, each, rate = map(float, times)
             bytes_of_rank = dict(zip(RANK_BYTES, held[i].tolist(), strict=True))
@@ -653,7 +653,7 @@ class _Space:
             (asked if most[i] else free).append(one)
         return asked, free
 
-    def _answered_by(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num, clients: Num) -> RequestSeconds:
+    def _answered_by(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num, clients: Num) -> RequestSeconds[Num]:
         return self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, clients)), batch, clients)
 
     def _rows(self, tp: int, weights: str) -> Iterator[tuple[float, ...]]:
@@ -704,7 +704,7 @@ class _Space:
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
-    def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> RequestSeconds:
+    def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> RequestSeconds[Num]:
         """Means over `clients` in one replica, at most `batch` sequences at a time. busy: of a prompt, seconds of the
         busiest stage; the others work on other prompts meanwhile."""
         together = self.engine.most_tokens / self.workload.prompt

@@ -8,8 +8,9 @@ the backward pass of a block, the loss, and the optimizer's update.
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from shardwise.arrays import Num
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.keys import changed
@@ -24,9 +25,6 @@ from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.sizes import Sizes
 from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
-
-Num = Any
-"""A number, or an array of numbers."""
 
 OWN = ("shardwise", "shardwise-cpu")
 """Profiles of this project's runtime, whose memory is followed event by event."""

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
@@ -19,8 +19,6 @@ from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.records import dataclass
-
-Num = Any
 
 METRIC_PASSES = 2
 """Passes of 16 bits over the logits that torch's cross-entropy without gradient makes: read, write the logarithms."""
@@ -419,7 +417,8 @@ def attention_of(block: Part) -> AttentionCore:
 def _score_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     """Q Kᵀ, scale and mask and softmax, dropout, P V: what Megatron-LM did before fused attention."""
     heads, d, mm = core.heads / shape.tp, core_width(core), tally.kernels.matmul
-    batch, seq, keys, wide, attended = shape.micro * heads, shape.seq, shape.keys, shape.wide, 1.0
+    batch, seq, keys, wide = shape.micro * heads, shape.seq, shape.keys, shape.wide
+    attended: Num = 1.0
     if core.softcap:
         # By blocks of queries, which leave out the keys that none of them sees.
         attended, keys = _attended(core, shape), np.minimum(core.window or keys, keys)

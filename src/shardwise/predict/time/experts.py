@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.model.config import Experts
 from shardwise.model.formats import weight_format
 from shardwise.predict.time.constants import Constants
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import Num
 
 BLEND = 4.0
 """Exponent of the sum that stands for the larger of two times, of which neither hides the other completely."""

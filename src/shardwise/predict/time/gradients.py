@@ -8,9 +8,10 @@ engines' profiles have numbers.
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.split import StepShape
 
 
 def reduced_width(split: StepShape, engine: EngineProfile) -> Num:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.errors import UserError
 from shardwise.model.formats import FORMS
 from shardwise.model.lora import NF4, NF4_BYTES
@@ -24,8 +25,6 @@ from shardwise.predict.time.constants import Constants
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Num = Any
-"""A number, or an array of numbers."""
 
 SPLITS = (1, 2, 4, 8)
 """Parts that the contracted dimension is cut into where there are too few tiles for the device."""
@@ -94,6 +93,7 @@ class Kernels:
                     seconds = seconds + sums[split] + form["split_latency_s"]
                     seconds = seconds if every else np.where(alone, seconds, np.inf)
                 best = seconds if best is None else np.minimum(best, seconds)
+        assert best is not None
         return best
 
     def attention(self, batch: Num, queries: Num, keys: Num, heads: Num, kv_heads: Num, head_dim: Num,
@@ -150,7 +150,7 @@ class Surface:
         self.axes = [np.log(axis) for axis in axes]
         self.table = table
 
-    def at(self, *shape: Num) -> NDArray:
+    def at(self, *shape: Num) -> Num:
         """The residual at (m, n, k), each a number or an array."""
         below, share = [], []
         for axis, size in zip(self.axes, shape, strict=True):

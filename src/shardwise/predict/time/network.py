@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
@@ -31,7 +32,6 @@ from shardwise.schedule.price import Price, profile
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Num = Any
 
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that a library was measured on."""
@@ -75,7 +75,7 @@ class Collectives:
             return price
         known, p = self._constants, np.asarray(ranks)
         near = (p > 1) & ((p - 1) * stride < self.per_node)
-        link = self._cluster.intra.bandwidth if np.any(near) else 1.0
+        link = self._cluster.intra.bandwidth or 1.0  # none where a node has one device: then nothing is near
         read = known.value("read_s") + (p - 1) * (known.value("signal_s") + nbytes / link)
         return np.where(near, np.minimum(read, price), price)[()]
 

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.layout.optimizers import DEFAULT, states_of, update_bytes
 from shardwise.predict.time.host_rates import HostShare
-from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.split import StepShape
 from shardwise.records import dataclass
 
 ADAMW = float(update_bytes(DEFAULT))

@@ -24,8 +24,8 @@ operation): a mean of weights, the same with a base, Nesterov momentum."""
 def outer_seconds(model: Model, layout: Layout, split: StepShape, engine: EngineProfile, pricing: Pricing) -> float:
     """Seconds of one outer step of the busiest rank."""
     dense, routed = (float(count) for count in held_parameters(model, split, engine))
-    tables, blocks = float(table_parameters(model, split, engine)), model.layers / split.pp
-    shards = split.shard if split.zero else 1
+    tables, blocks = float(table_parameters(model, split, engine)), float(model.layers / split.pp)
+    shards = float(split.shard) if split.zero else 1.0
     # (how many, elements of a rank's interval): units are exchanged one after the other.
     units = [(blocks, (dense - tables) / blocks / shards), (1.0 if model.tied else 2.0, tables / shards)]
     if model.experts:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.layout.tensor import EDGES, collectives
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, Part
@@ -22,7 +23,7 @@ from shardwise.predict.time.gradients import product_bytes
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.traced import KINDS as TRACED_KINDS
 from shardwise.predict.time.traced import TracedTimes
 from shardwise.records import dataclass
@@ -58,10 +59,13 @@ class Pieces:
     weights: Num
     ahead: Num = 0.0
 
-    def each(self, change: Callable[[Num], Num]) -> Pieces:
+    def each(self, change: Callable[[Any], Num]) -> Pieces:
         """A copy with every array changed."""
-        of = (getattr(self, field.name) for field in fields(self))
-        return Pieces(*({k: change(v) for k, v in x.items()} if isinstance(x, dict) else change(x) for x in of))
+
+        def changed(value: Any) -> Any:
+            return {k: change(v) for k, v in value.items()} if isinstance(value, dict) else change(value)
+
+        return Pieces(*(changed(getattr(self, field.name)) for field in fields(self)))
 
     def joined(self) -> Pieces:
         """A copy with the kinds of computation and the tensor-parallel collectives added up, under "matmul"."""
@@ -121,12 +125,12 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
 def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
     if isinstance(model, Blueprint):
         return _traced(model, split, engine, pricing)
-    gathered = split.tpkind == "gathered"
+    gathers = split.tpkind == "gathered"
     shape = Shape(
         micro=split.micro,
         seq=split.seq / split.cp,
-        tp=1 if gathered else split.tp,
-        pieces=split.tp if gathered else 1,
+        tp=1 if gathers else split.tp,
+        pieces=split.tp if gathers else 1,
         stream=split.micro * split.seq / split.cp / np.where(split.sp, split.tp, 1),
         keys=split.seq,
         ep=split.ep,
@@ -137,7 +141,7 @@ def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         weight_bytes=product_bytes(split, engine),
     )
     embedding, *_, head = blueprint(model).parts
-    per_block: Parts = {}
+    per_block: dict[str, Num] = {}
     for part, count in blueprint(model).distinct_blocks:
         one = _block_seconds(part, model, shape, split, engine, pricing)
         per_block = {name: per_block.get(name, 0.0) + one[name] * (count / model.layers) for name in one}

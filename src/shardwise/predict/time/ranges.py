@@ -6,14 +6,12 @@ whose kernels were not measured, and facts that had to be assumed, widen the ran
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.predict.time.constants import Constants, uncertainty
 from shardwise.records import dataclass
-
-Num = Any
 
 Z80 = 1.2816
 """Standard deviations on each side that hold 80% of a normal distribution."""
@@ -76,7 +74,7 @@ def time_range(
         kind = KIND[name.split(" ")[-1]]
         of_kind[kind] = of_kind.get(kind, 0.0) + part
     common, experts = ("served", "served_routed") if served else ("common", "routed")
-    squared = sigma[common] ** 2 + assumed * sigma["assumed"] ** 2
+    squared: Num = sigma[common] ** 2 + assumed * sigma["assumed"] ** 2
     squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0) + known.uncertain**2
     squared = squared + (sigma[experts] ** 2 if routed else 0.0)
     squared = squared + (sigma["software"] ** 2 if unknown else 0.0)

@@ -21,28 +21,29 @@ Where clients outnumber sequences, they wait for the others' answers, so that by
 seconds of an answer, waiting included.
 """
 
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-Num = Any
-"""A number, or an array of numbers."""
+from shardwise.arrays import Num
+
+T = TypeVar("T")
 
 
-class RequestSeconds(NamedTuple):
+class RequestSeconds(NamedTuple, Generic[T]):
     """Means over all clients, in seconds."""
 
-    first: Num
+    first: T
     """From a request to its first token, waiting included."""
-    each: Num
+    each: T
     """From one token to the next."""
-    answer: Num
+    answer: T
     """From a request to its last token."""
 
 
 def closed_loop(
     token: Num, read: Num, busy: Num, running: Num, clients: Num, output: int, together: Num = 1.0, stream: Num = 0.0
-) -> RequestSeconds:
+) -> RequestSeconds[Num]:
     """Means over `clients` of one replica, of which `running` are served at a time. token: seconds in which each of
     these has one more token; read: in which a prompt is read alone, up to its first token; busy: by which each further
     prompt makes that longer; output: tokens of an answer; together: prompts that one pass has room for; stream: of the
@@ -50,7 +51,7 @@ def closed_loop(
     group, others = np.clip(together, 1.0, running), (running - 1) * busy
     served = read + (output - 1) * token + others
     reading = others / served
-    queued = (group - 1) / 2 * busy + reading / (2 - 2 * reading) * group * busy
+    queued: Num = (group - 1) / 2 * busy + reading / (2 - 2 * reading) * group * busy
     queued = np.minimum(queued, others) if output > 1 else others / 2
     late = np.maximum(running * output * stream - served, 0.0)
     served = served + late

@@ -7,10 +7,11 @@ broadcast). Weights and the cache may be narrower than 16 bits: `ServingLayout` 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
@@ -26,7 +27,6 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.requests import RequestSeconds, closed_loop
 
-Num = Any
 Parts = Mapping[str, Num]
 
 
@@ -261,7 +261,7 @@ def requested(
     clients: float,
     engine: EngineProfile,
     pricing: Pricing,
-) -> RequestSeconds:
+) -> RequestSeconds[ServedSeconds]:
     """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for the
     prompts ("prefill ...") and for the tokens after them ("decode ..."), and what the host takes beside these."""
     running = min(float(clients), float(capacity(model, serving, prompt + output, engine, pricing)))
@@ -362,6 +362,7 @@ def _grouped(
         return 0.0, products
     form = pricing.constants.expert_form(engine.grouped_experts, serving.weights)
     first, sizes = mine[0], tuple((one.wide, one.deep) for one in mine)
+    assert first.routing is not None
     layer = RoutedLayer(first.routing, first.copies * first.rows, first.copies, model.hidden, sizes, serving.ep)
     seconds = grouped_seconds(layer, serving.weights, form, pricing.constants)
     return seconds, [one for one in products if one.routing is None]

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import KEYS
 from shardwise.layout.optimizers import DEFAULT, widens_gradients
 from shardwise.records import dataclass
-
-Num = Any
-"""A number, or an array of numbers."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class StepShape:
     @property
     def gathers_once(self) -> Num:
         """Whether all micro-batches gather what the first one has fetched: a second copy, or packed weights."""
-        return self.copied | self.qwz
+        return np.asarray(self.copied) | self.qwz
 
     @property
     def gradient_width(self) -> Num:

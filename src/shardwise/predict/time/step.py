@@ -11,9 +11,11 @@ and the pipeline (`traffic.py`), and what follows from both with a few dozen ope
 
 from collections.abc import Mapping
 from dataclasses import field, replace
+from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.errors import UserError
 from shardwise.layout.optimizers import DEFAULT, update_bytes
 from shardwise.model.parameters import Model
@@ -23,7 +25,7 @@ from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seco
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.traffic import (
     Traffic,
     block_parameters,
@@ -160,7 +162,8 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
     # With one chunk a rank, interleaved is 1F1B; published rows say 1F1B for both.
     form = FORMS["interleaved" if schedule == "1f1b" else schedule]
     rest = total(found.block, "host") - found.forward - found.weights
-    case = PipelineShape(2, 2, virtual, found.forward, rest, found.weights)
+    arrays: Any = virtual, found.forward, rest, found.weights  # closed forms take them as they take numbers
+    case = PipelineShape(2, 2, *arrays)
     share = form.bubble(case) / FORMS["1f1b"].bubble(case)
     if schedule != "zb-h1":
         return share
@@ -184,14 +187,14 @@ def _stages(
     held = np.where(even, model.layers / split.pp, np.ceil((model.layers + 2) / chunks) * split.virtual)
     # Where layers do not divide, embedding and head take the place of a layer each (Megatron-Core,
     # --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split).
-    held, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
+    most, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
     per_block = found.block | {"data": _sharded(model, split, engine, pricing, sent, total(found.block, "host"))}
     per_block["gradients"], of_table = _added(model, split, engine, pricing)
     one, loss = total(per_block, "host"), total(found.last, "host") + of_table
     alone = np.asarray(split.pp) == 1
-    tail = (with_head * one + loss >= held * one) | alone
-    layers = np.where(tail, with_head, held)
-    busiest = {
+    tail = (with_head * one + loss >= most * one) | alone
+    layers = np.where(tail, with_head, most)
+    busiest: dict[str, Num] = {
         name: layers * per_block[name]
         + np.where(tail, found.last.get(name, 0.0), 0.0)
         + np.where(alone, found.first.get(name, 0.0), 0.0)

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.layout import Layout
 from shardwise.layout.placement import place
 from shardwise.model.blueprint import Blueprint
@@ -22,7 +23,6 @@ from shardwise.report.step_report import DTYPE_BYTES
 if TYPE_CHECKING:
     from shardwise.model.trace import Trace, TracedOp, TracedStep
 
-Num = Any
 PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 

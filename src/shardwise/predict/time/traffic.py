@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Num
 from shardwise.layout.unit import GRADIENT_BITS, WEIGHT_BITS
 from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
@@ -15,7 +17,7 @@ from shardwise.predict.time.block import padded_vocab
 from shardwise.predict.time.gradients import accumulator_width, reduced_width
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.traced import handed_elements, held_elements
 from shardwise.records import dataclass
 
@@ -48,7 +50,7 @@ class Traffic:
     def where(self, here: Num, other: Traffic) -> Traffic:
         """This traffic's seconds where `here` is true, else the other's."""
 
-        def chosen(mine: Num, its: Num) -> Num:
+        def chosen(mine: Any, its: Any) -> Any:
             return tuple(map(chosen, mine, its)) if isinstance(mine, tuple) else np.where(here, mine, its)
 
         return Traffic(*(chosen(getattr(self, name), getattr(other, name)) for name in vars(self)))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
@@ -214,20 +214,23 @@ def _held(row: Row) -> MemoryRow:
     return MemoryRow(row, _under_engine(row, memory, assumed), measured * GIB)
 
 
+_SIZES = ("dp", "tp", "pp", "cp", "ep", "zero", "micro", "virtual")
+
+
 def _under_engine(row: Row, memory: EngineMemory, assumed: list[str]) -> float:
     """Bytes of the rank that reports, by default the fullest, from the engine's rows."""
     model = model_of(row, assumed).replace(tied=bool(row.get("tied")))
     if row.get("lora_rank"):
         model = model.replace(lora=Lora(whole(row, "lora_rank"), targets=tuple(row.get("lora_targets", ()))))
     split = split_of(row, model, assumed)
+    sizes: dict[str, Any] = {name: int(getattr(split, name)) for name in _SIZES}
     layout = Layout(
-        dp=split.dp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, zero=split.zero, sp=split.sp,
-        micro=split.micro, recompute=split.recompute, virtual=split.virtual,
-        schedule="interleaved" if split.virtual > 1 else "1f1b",
+        **sizes, sp=split.sp, recompute=split.recompute,
+        schedule="interleaved" if sizes["virtual"] > 1 else "1f1b",
         stages=tuple(map(int, row["stages"].split("/"))) if row.get("stages") else (),
         offload_activations="cpu" if row.get("offload_activations") else "none",
     )  # fmt: skip
-    workload = Workload(split.seq, split.micro * split.micro_batches * split.dp)
+    workload = Workload(split.seq, int(split.micro * split.micro_batches * split.dp))
     at = {"first rank": [0], "last rank": [layout.pp - 1]}.get(str(row.get("reported")), list(range(layout.pp)))
     modules = tuple(str(row.get("recompute_modules") or "").split())
     settings = EngineSettings("fp8" if WIDTH[split.dtype] < WEIGHT else "", modules)
@@ -242,9 +245,10 @@ def _under_deepspeed(row: Row, assumed: list[str]) -> float:
     if split.recompute != "full" or split.zero > 1:
         raise UserError("what its software holds is not known")
     wide = REBALANCED in str(row.get("notes"))
+    pp, micro, count, tp, dp = (int(n) for n in (split.pp, split.micro, split.micro_batches, split.tp, split.dp))
     nbytes = deepspeed_bytes(
-        model, _stages(model.layers, split.pp, wide), split.seq, split.micro, split.micro_batches, split.tp,
-        whole(row, "dp", split.dp), "wide" if wide else "sharded" if stage_of(row, assumed) else "whole",
+        model, _stages(model.layers, pp, wide), split.seq, micro, count, tp,
+        whole(row, "dp", dp), "wide" if wide else "sharded" if stage_of(row, assumed) else "whole",
     )  # fmt: skip
     return nbytes + RESERVED_BYTES
 

@@ -112,12 +112,13 @@ def _trained(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     parts = {name: np.broadcast_to(np.asarray(part, dtype=float), shape) for name, part in step.parts.items()}
     routed = bool(group[0].model.experts)
     around = time_range(parts, pricing.constants, len(group[0].assumed), routed, group[0].software.uncertain)
+    low, high = np.atleast_1d(around.low), np.atleast_1d(around.high)
     return [
         Prediction(
             case,
             float(sum(part[i] for part in parts.values())),
             case.measured,
-            Range(float(around.low[i]), float(around.high[i])),
+            Range(float(low[i]), float(high[i])),
             {name: float(part[i]) for name, part in parts.items()},
         )
         for i, case in enumerate(group)
