@@ -1,9 +1,12 @@
-"""A number, or numbers of many layouts that are computed at once."""
+"""The type of a number, or of the numbers of many layouts, which are computed at once."""
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-Num: TypeAlias = float | NDArray[Any]
-"""A number, or an array with an element for each of many layouts."""
-Array: TypeAlias = NDArray[Any]
+    Array: TypeAlias = NDArray[Any]
+    Num: TypeAlias = float | Array
+    """A number, or an array with one number for every layout."""
+else:
+    Array = Num = Any

@@ -88,8 +88,8 @@ class Routing:
             return self.tokens
         if self.layout.sp:
             return self.stream_tokens
-        each = slice_of(self.layout, self.tokens)
-        return max(0, min(each, self.tokens - self.tp_rank * each))
+        share = slice_of(self.layout, self.tokens)
+        return max(0, min(share, self.tokens - self.tp_rank * share))
 
     @cached_property
     def pairs(self) -> int:
@@ -105,8 +105,8 @@ class Routing:
         whole = [place >= cut.seq for run in cut.places(self.cp_rank) for place in run]
         if gathers_sequences(layout):
             return layout.micro * sum(whole)
-        each = slice_of(layout, len(whole) if layout.sp else len(whole) * layout.micro)
-        own = slice(self.tp_rank * each, (self.tp_rank + 1) * each)
+        share = slice_of(layout, len(whole) if layout.sp else len(whole) * layout.micro)
+        own = slice(self.tp_rank * share, (self.tp_rank + 1) * share)
         return layout.micro * sum(whole[own]) if layout.sp else sum((whole * layout.micro)[own])
 
     def rows(self, part: str, micro: int | None = None) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class Use:
 
 
 def slot_elements(plan: UnitPlan) -> dict[str, int]:
-    """Elements of each slot: the largest unit that lives in it."""
+    """Slot -> elements of the largest unit in it."""
     sizes: dict[str, int] = {}
     for unit in plan.units:
         sizes[unit.slot] = max(sizes.get(unit.slot, 0), unit.padded)
@@ -48,7 +48,7 @@ def slot_elements(plan: UnitPlan) -> dict[str, int]:
 
 
 def slot_dtypes(plan: UnitPlan) -> dict[str, str]:
-    """dtype of each slot."""
+    """Slot -> its dtype."""
     return {unit.slot: plan.dtypes.gathered(unit) for unit in plan.units}
 
 
@@ -59,7 +59,7 @@ def slot_bytes(plan: UnitPlan) -> int:
 
 
 def packed_slot_bytes(plan: UnitPlan) -> dict[str, int]:
-    """Bytes of each slot's buffer of packed weights; none where they are gathered as they are."""
+    """Slot -> bytes of its buffer of packed weights; none where they are gathered as they are."""
     sizes: dict[str, int] = {}
     for unit in plan.units:
         if packed := packed_bytes(plan, unit):
@@ -105,7 +105,7 @@ def generating_uses(plan: UnitPlan, phase: Phase) -> tuple[list[Use], list[Use]]
 
 def _gathering(plan: UnitPlan, uses: list[Use], resident: dict[str, str], of: Callable[[Unit], Gather]) -> list[Use]:
     """Uses with their gathers. resident: slot -> the unit in it; of: the gather of a unit."""
-    found = []
+    gathering = []
     for use in uses:
         gathers = []
         looks_up = plan.blueprint.kind(use.part) == "embedding"
@@ -113,8 +113,8 @@ def _gathering(plan: UnitPlan, uses: list[Use], resident: dict[str, str], of: Ca
             if resident.get(unit.slot) != unit.name:
                 resident[unit.slot] = unit.name
                 gathers.append(of(unit))
-        found.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
-    return found
+        gathering.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
+    return gathering
 
 
 def gather_of(plan: UnitPlan, unit: Unit, again: bool = False) -> Gather:

@@ -20,7 +20,7 @@ class LocalParts:
 
     @cached_property
     def first_blocks(self) -> list[str]:
-        """The first block of each stage that has some."""
+        """The first block of every stage that has some."""
         return [blocks[0] for stage in self.stages if (blocks := self.blocks(stage))]
 
     @cached_property

@@ -66,8 +66,8 @@ def dry_run(
         progress(f"{len(seen)} of {len(firsts)} kinds of ranks observed")
     roles = []
     for place, plan in zip(like, plans, strict=True):
-        found = _renamed(seen[place], plans[place], plan)
-        roles.append(replace(found, role=role_of(plan), ranks=mesh.stage(plan.pp_rank)))
+        role = _renamed(seen[place], plans[place], plan)
+        roles.append(replace(role, role=role_of(plan), ranks=mesh.stage(plan.pp_rank)))
     return StepReport(
         source="dry-run",
         model=model.to_json(),
