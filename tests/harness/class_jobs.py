@@ -199,7 +199,8 @@ one device.
 - Plans for tp are the class's own, except suggested ones of {suggested}.
 - With ep=2: {experts}.
 - Measured collectives equal the predicted ones of {ledger}; none were predicted of the others.
-- Tests check pipelines of {chains}, and tokens against `transformers`' own of {generating}.
+- Tests check pipelines of {chains}, and tokens with tp=2 against `transformers`' own of
+  {generating}.
 
 *Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
 losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
@@ -237,7 +238,7 @@ def _rows(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Collection[str]) -> str:
+def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Sequence[Sequence[str]]) -> str:
     """The table of all families that have a result, behind what they have in common."""
     import transformers
 
@@ -255,7 +256,7 @@ def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating:
         experts=", ".join(family for family, base in bases.items() if "ep=2" in base.get("layout", "")),
         ledger=", ".join(family for family, base in bases.items() if base.get("ledger")),
         chains=", ".join(family for family in bases if family in chains),
-        generating=", ".join(family for family in bases if family in generating),
+        generating=", ".join(f"{family} ({axes})" for family, axes in generating),
     )  # fmt: skip
     return head + "\n".join(lines) + "\n"
 

@@ -20,7 +20,7 @@ from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
 FAMILIES, CUTS, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CUT", "CHAINS", "GENERATING"))
-"""Families that pass; families whose cut sequences, pipelines and generation are tested."""
+"""Families that pass; those whose cut sequences and pipelines are tested, and generation with keys beside tp=2."""
 
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
@@ -190,8 +190,8 @@ def test_adapters_are_trained_resumed_merged_and_read_by_peft(made: Path, tmp_pa
     assert (logits[2] - logits[1]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", some_of(GENERATING, 1, "generation of classes"))
-def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "axes"), some_of(GENERATING, 1, "generation of classes"))
+def test_a_class_generates_transformers_own_tokens(family: str, axes: str, tmp_path: Path) -> None:
     """Greedily, two prompts at a time, both whole; windows, states and latents are those of its own cache."""
     torch.manual_seed(0)
     module: Any = ClassModel({"model_type": family}, family).small(Layout.parse("tp=2"))().eval()
@@ -205,11 +205,9 @@ def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) 
         out = module.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
         expected.append(out[0, len(prompt) :].tolist())
     words = [word for prompt in prompts for word in ("--tokens", ",".join(map(str, prompt)))]
-    layout = "tp=2,ep=2" if getattr(module, "_ep_plan", None) else "tp=2,dp=2"
     done = shardwise(
-        "generate", "hub", "--layout", layout, "--precision", "fp32", "--max-new-tokens", "8", "--chunk", "4", "--json",
-        *words,
-        folder=tmp_path,
+        *("generate", "hub", "--layout", f"tp=2,{axes}", "--precision", "fp32", "--max-new-tokens", "8"),
+        *("--chunk", "4", "--json", *words), folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [answer["tokens"] for answer in json.loads(done.stdout)["answers"]] == expected

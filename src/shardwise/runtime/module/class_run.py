@@ -222,8 +222,7 @@ def planned(config: TrainConfig) -> TrainConfig:
             f"{model.name}: its class of transformers attends across the documents of a packed sequence: leave out "
             "--isolate-documents"
         )
-    plan = None if split.plan is None else dict(split.plan)
-    return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
+    return replace(config, **split.chosen)
 
 
 def check_head(model: ClassModel, split: ClassSplit) -> None:
