@@ -11,7 +11,7 @@ import torch
 
 from harness import forked
 from harness.cases import from_table, table
-from harness.class_jobs import CUT, LAYOUT, PIPED, check, resumed
+from harness.class_jobs import CUT, LAYOUT, PIPED, at_full_width, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
@@ -19,8 +19,10 @@ from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
-FAMILIES, CUTS, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CUT", "CHAINS", "GENERATING"))
-"""Families that pass; those whose cut sequences and pipelines are tested, and generation with keys beside tp=2."""
+TABLES = ("FAMILIES", "CUT", "CHAINS", "GENERATING", "WIDE")
+FAMILIES, CUTS, CHAINS, GENERATING, WIDE = (table(__file__, name) for name in TABLES)
+"""Families that pass; those whose cut sequences and pipelines are tested, generation with keys beside tp=2, and memory
+at the published width."""
 
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
@@ -30,6 +32,14 @@ def test_a_class_trains_as_it_does_on_one_device(family: str) -> None:
     assert result.verification, str(result.verification)
     assert result.error < result.tolerance
     assert result.ledger is not False
+
+
+@pytest.mark.parametrize("family", some_of(WIDE, 1, "classes at their published width"))
+def test_a_class_at_its_published_width_needs_the_predicted_memory(family: str) -> None:
+    """Two layers, on fake tensors."""
+    result = compare(*at_full_width(family))
+    assert result.equal_ledger and result.exact_classes_equal
+    assert result.peak_error < 0.05
 
 
 @pytest.mark.parametrize(

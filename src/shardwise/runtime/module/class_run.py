@@ -199,13 +199,13 @@ class ClassRun(TrainingRun):
 def kept_reference(folders: Sequence[Path], about: str, rank: int) -> dict[str, Any] | None:
     """References that an earlier start of a run has kept, of these pairs; None without them. Rank 0 reads for all: a
     folder may be on its node alone, and ranks that find nothing would compute without the others."""
-    found: list[dict[str, Any] | None] = [None]
+    kept: list[dict[str, Any] | None] = [None]
     for folder in folders if rank == 0 else ():
         with suppress(OSError, ValueError, KeyError, TypeError):
             made = json.loads((folder / REFERENCE).read_bytes())
-            found[0] = found[0] or (dict(made) if made["about"] == about else None)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+            kept[0] = kept[0] or (dict(made) if made["about"] == about else None)
+    dist.broadcast_object_list(kept, src=0)
+    return kept[0]
 
 
 def planned(config: TrainConfig) -> TrainConfig:
