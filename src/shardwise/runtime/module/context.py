@@ -164,12 +164,12 @@ def _has_tokens(x: Any, seq: int = 0) -> bool:
 
 
 def tokens_of(batch: Any) -> Tensor:
-    """The tensor of a batch that has a row's tokens: its first matrix of integers, else its first tensor [B, S, ...].
-    Raises `UserError` without any."""
+    """The tensor of a batch that has a row's tokens: its first one [B, S, ...], and a matrix of floating-point numbers
+    only without another. Raises `UserError` without any."""
     tensors = [x for x in _pytree.tree_leaves(batch) if _has_tokens(x)]
     if not tensors:
         raise UserError("cp cuts rows along their sequence, and the batch has no tensor [rows, tokens, ...]")
-    return next((x for x in tensors if x.dim() == 2 and not x.is_floating_point()), tensors[0])
+    return next((x for x in tensors if x.dim() > 2 or not x.is_floating_point()), tensors[0])
 
 
 def length_of(batch: Any) -> int:
