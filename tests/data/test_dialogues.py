@@ -132,6 +132,22 @@ def test_other_shapes_and_files_of_records(tmp_path):
     assert open_source(str(both)).shape == "text" and open_source(str(both), "other").shape == "chat"
 
 
+def test_a_folder_of_dialogues_says_what_it_skips_and_rejects_records_of_another_shape(tmp_path):
+    """Its shape is that of the first record, whichever file has one."""
+    write_tokenizer(tmp_path / "tok", chats(8))
+    folder, said = tmp_path / "both", []
+    folder.mkdir()
+    write_records(folder / "a.jsonl", [])
+    write_records(folder / "chat.jsonl", chats(8))
+    (folder / "notes.txt").write_text("text " * 100)
+    options = {"tokenizer": tmp_path / "tok", "vocab": 300, "progress": said.append}
+    assert prepare(str(folder), tmp_path / "c", **options).shape == "chat"
+    assert "skipped 1 of 3 files, such as notes.txt: has no records of dialogues; give .jsonl or .parquet files" in said
+    write_records(folder / "text.jsonl", [{"text": "a"}])
+    with pytest.raises(UserError, match=r"record 9 of .* all records one shape"):
+        prepare(str(folder), tmp_path / "c", **options)
+
+
 def test_a_limit_keeps_whole_records(tmp_path):
     size = sum(len(json.dumps(record)) for record in chats(5))
     counts = [corpus_of(tmp_path / str(k), chats(9), max_bytes=size + k).document_counts for k in (0, 3)]

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.module_jobs import LR, SETTINGS, adamw
 from harness.pool import run_ranks
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.layout.context import cuts_sequences
 from shardwise.model.adapters import stacked_target
@@ -27,17 +28,25 @@ from shardwise.model.lora import Lora
 from shardwise.predict import estimate
 from shardwise.report.compare import compare
 from shardwise.report.step_report import StepReport
+from shardwise.runtime.dryrun import fake_comms, fake_ranks
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import stacks_of
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.class_run import token_loss
 from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
 from shardwise.runtime.module.experts import use_exact_products
+from shardwise.runtime.module.fake_step import fake_copy
+from shardwise.runtime.module.inputs import usual_masks
+from shardwise.runtime.module.losses import LossRows
+from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.split import split
 from shardwise.runtime.module.trace import trace
 from shardwise.runtime.module.verify import Verification, VerifyRequest
 
 RANK, ROWS, SEQ, STEPS = 3, 4, 16, 2
 LAYOUT, PIPED, CUT = "dp=2,tp=2,zero=3", "pp=2", "cp=2"
+WIDE, WIDE_SEQ = f"{LAYOUT},micro=2", 512
 
 
 @dataclass
@@ -189,6 +198,35 @@ def check(model_type: str, layout: str = LAYOUT, lora: bool = False) -> ClassChe
     return ClassCheck(layout, published, model.tolerance, verification, error, ledger)
 
 
+def wide(model_type: str) -> ClassModel:
+    """Two layers of the widths that the class publishes, as defaults of its configuration."""
+    model = ClassModel({"model_type": model_type}, model_type)
+    return model._with_text(model._cut([0, 1]))
+
+
+def at_full_width(model_type: str) -> tuple[StepReport, StepReport]:
+    """(predicted, observed on fake tensors) of a step of two micro-batches in bf16."""
+    layout, model = Layout.parse(WIDE), wide(model_type)
+    workload = Workload(seq=WIDE_SEQ, batch=2 * layout.dp * layout.micro)
+    parts = model.split(layout, WIDE_SEQ)
+    ids = torch.zeros(layout.micro, WIDE_SEQ, dtype=torch.int64)
+    blueprint = trace(parts.module, LossRows(ids, ids), parts.plan, loss=token_loss, tp=[layout.tp])
+    plan, fake = unit_plan(parts.described.blueprint, layout, workload), FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_ranks(layout.ranks), usual_masks(LossRows(ids, ids)):
+        module = fake_copy(parts.module, fake)
+        with fake:
+            program = ModuleProgram(
+                module, parts.described, plan, fake_comms(plan), OptimizerConfig(), lambda _, index: index.double(),
+                torch.device("cpu"),
+            )  # fmt: skip
+            batches = [LossRows(torch.zeros_like(ids), torch.zeros_like(ids)) for _ in range(plan.micro_batches)]
+            with StepMeasurement(program) as measurement:
+                program.step(token_loss, batches, LR)
+            observed = replace(measurement.role(0), transport=())
+    predicted = estimate(blueprint, layout, workload)
+    return predicted, replace(predicted, source="dry-run", roles=(replace(observed, ranks=predicted.roles[0].ranks),))
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
 HEAD = """# Classes of transformers that were tried
 
@@ -197,16 +235,18 @@ random weights, {layout} and ep=2 where the class publishes a plan for experts, 
 one device.
 
 - Plans for tp are the class's own, except suggested ones of {suggested}.
-- With ep=2: {experts}.
-- Measured collectives equal the predicted ones of {ledger}; none were predicted of the others.
-- Tests check pipelines of {chains}, and tokens against `transformers`' own of {generating}.
+- \\*: measured collectives equal the predicted ones, with adapters or without; none were predicted of the
+  others. †: with ep=2.
+- Tests check pipelines of {chains}, and tokens with tp=2 against `transformers`' own of
+  {generating}.
+- At the published width with 2 layers, {wide} and rows of {seq} tokens, ledger and classes of memory observed on fake
+  tensors are the predicted ones, and peaks within {error}, of {widths}.
 
-*Verify* is the largest relative error of any module's output and any parameter's gradient, *steps* that of
-losses and gradient norms of two steps of AdamW, *LoRA* the larger of both with adapters beside all maps and stacked
-experts, *cp* that of both under {cut}; empty where not tried, or rejected: tokens meet elsewhere than in
-causal attention.
+*Base* is the largest relative error of any module's output, any parameter's gradient, and losses and gradient norms of
+two steps of AdamW, *LoRA* the same with adapters beside all maps and stacked experts, *cp* under {cut}; empty where
+not tried, or rejected: tokens meet elsewhere than in causal attention.
 
-| family | verify, steps | LoRA | cp |
+| family | base | LoRA | cp |
 |---|---|---|---|
 """
 
@@ -215,18 +255,24 @@ KINDS = {"base": LAYOUT, "lora": LAYOUT, "cp": CUT}
 """Kinds of checks -> their layouts."""
 
 
-def measure(results: Path, families: Iterable[str]) -> None:
+def measure(results: Path, families: Iterable[str], wide_ones: Iterable[str]) -> None:
     """Append a line for every check that a file of results lacks."""
     done = {(row["family"], row["kind"]) for row in _rows(results)}
-    for kind, family in product(KINDS, families):
+    for kind, family in (*product(KINDS, families), *product(["wide"], wide_ones)):
         if (family, kind) in done:
             continue
         row: dict[str, Any] = {"family": family, "kind": kind}
         try:
-            result = check(family, KINDS[kind], lora=kind == "lora")
-            row |= {"published": result.published, "layout": result.layout, "ledger": result.ledger,
-                    "verify": result.verification.error, "steps": result.error, "why": str(result.verification),
-                    "ok": bool(result.verification)}  # fmt: skip
+            if kind == "wide":
+                both = compare(*at_full_width(family))
+                peak = both.b.roles[0].bytes.total / 1e9
+                row |= {"ok": both.equal_ledger and both.exact_classes_equal, "error": both.peak_error,
+                        "words": f"{family} ({wide(family).config.hidden_size} wide, {peak:.1f} GB)"}  # fmt: skip
+            else:
+                result = check(family, KINDS[kind], lora=kind == "lora")
+                row |= {"published": result.published, "layout": result.layout, "ledger": result.ledger,
+                        "verify": result.verification.error, "steps": result.error, "why": str(result.verification),
+                        "ok": bool(result.verification)}  # fmt: skip
         except (UserError, AssertionError) as error:
             row |= {"ok": False, "why": str(error)[-200:]}
         with results.open("a") as file:
@@ -237,7 +283,7 @@ def _rows(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Collection[str]) -> str:
+def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Sequence[Sequence[str]]) -> str:
     """The table of all families that have a result, behind what they have in common."""
     import transformers
 
@@ -245,30 +291,32 @@ def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating:
     bases = {family: found.get((family, "base"), {}) for family in sorted({row["family"] for row in rows})}
     lines = []
     for family, base in bases.items():
-        lora = _error(found.get((family, "lora"), {}), "verify", "steps")
         cut = found.get((family, "cp"), {})
-        cut = _error(cut, "verify", "steps") if "verify" in cut else ""
-        lines.append(f"| {family} | {_error(base, 'verify')}, {_error(base, 'steps')} | {lora} | {cut} |")
+        cells = [_error(row) for row in (base, found.get((family, "lora"), {}), cut if "verify" in cut else {})]
+        ledger = any(found.get((family, kind), {}).get("ledger") for kind in KINDS)
+        marks = "\\*" * ledger + "†" * ("ep=2" in base.get("layout", ""))
+        lines.append(f"| {family}{marks} | {' | '.join(cells)} |")
+    wide_ones = [row for row in rows if row["kind"] == "wide" and row["ok"]]
     head = HEAD.format(
         version=transformers.__version__, layout=LAYOUT, cut=CUT,
         suggested=", ".join(family for family, base in bases.items() if base.get("published") is False),
-        experts=", ".join(family for family, base in bases.items() if "ep=2" in base.get("layout", "")),
-        ledger=", ".join(family for family, base in bases.items() if base.get("ledger")),
+        wide=WIDE, seq=WIDE_SEQ, error=f"{max((row['error'] for row in wide_ones), default=0):.1%}",
+        widths=", ".join(row["words"] for row in wide_ones),
         chains=", ".join(family for family in bases if family in chains),
-        generating=", ".join(family for family in bases if family in generating),
+        generating=", ".join(f"{family} ({axes})" for family, axes in generating),
     )  # fmt: skip
     return head + "\n".join(lines) + "\n"
 
 
-def _error(row: Mapping[str, Any], *names: str) -> str:
+def _error(row: Mapping[str, Any]) -> str:
     if not row:
         return ""
-    return f"{max(row[name] for name in names):.0e}" if row["ok"] else f"fails: {row['why']}"
+    return f"{max(row['verify'], row['steps']):.0e}" if row["ok"] else f"fails: {row['why']}"
 
 
 def main(results: Path) -> None:
     cases = tomllib.loads((PAGE.parents[1] / "tests/runtime/cases.toml").read_text())["test_model_classes"]
-    measure(results, cases["FAMILIES"])
+    measure(results, cases["FAMILIES"], cases["WIDE"])
     PAGE.write_text(page(_rows(results), cases["CHAINS"], cases["GENERATING"]))
 
 

@@ -18,6 +18,7 @@ from shardwise.data import Corpus
 from shardwise.layout import Layout
 from shardwise.runtime.job.config import OptimizerConfig, learning_rate
 from shardwise.runtime.module.class_model import ClassModel
+from shardwise.runtime.module.class_run import kept_reference
 
 COLORS = ("red", "green", "blue", "gray")
 START, END = "<|im_start|>", "<|im_end|>"
@@ -136,3 +137,8 @@ def _loss(module: nn.Module, rows: dict[str, np.ndarray], kind: str, second: Any
         goals = [(logits / 2).softmax(-1) for logits, _ in _scores(second, rows, False)]
     each = [(p * (p.log() - (logits / 2).log_softmax(-1))).sum() for (logits, _), p in zip(parts, goals, strict=True)]
     return 4 * torch.stack(each).sum() / count
+
+
+def kept_on_disks(rank: int, folder: Path) -> dict[str, Any] | None:
+    """The reference that a rank finds, whose disk has its number as a name."""
+    return kept_reference([folder / str(rank)], "the same", rank)

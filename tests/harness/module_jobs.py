@@ -22,6 +22,7 @@ from harness.own_modules import (
     OWN,
     PARTS,
     PLANS,
+    AttentionModel,
     llama,
     logits_of,
     mixtral,
@@ -192,7 +193,10 @@ def refused_cut(rank: int, kind: str) -> str:
         logits = model(batch[0])[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten(), reduction="sum"), logits.shape[1]
 
-    losses: dict[str, Any] = {"shifted": shifted, "labels": lambda model, batch: model(batch[0], labels=batch[1])}
+    losses: dict[str, Any] = {
+        "shifted": shifted, "labels": lambda model, batch: model(batch[0], labels=batch[1]),
+        "mean": lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+    }  # fmt: skip
     try:
         example = {"no example": None, "longer": ids[:, :4]}.get(kind, ids)
         module = split(MODULES["attends"](), "cp=2", example=example)
@@ -201,6 +205,29 @@ def refused_cut(rank: int, kind: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+class Styled(AttentionModel):
+    """With numbers of a row before its tokens."""
+
+    def forward(self, style: Tensor, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, position_ids) * style.mean(1)[:, None, None]
+
+
+def styled_loss(rank: int, layout: str) -> float:
+    """The loss of a first step. On one device where there is no layout."""
+    torch.manual_seed(0)
+    batch = torch.rand(2, 4, dtype=torch.float64), *own_batch("attends", 2, 0)
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, int]:
+        logits, targets = model(*batch[:2]).flatten(0, 1), batch[2].flatten()
+        return F.cross_entropy(logits, targets, reduction="sum"), len(targets)
+
+    module = Styled()
+    if layout:
+        return split(module, f"{layout},precision=fp64", example=batch[:2]).train_step(loss, batch).loss
+    total, count = loss(module.double(), batch)
+    return float(total.detach() / count)
 
 
 EVERY = 2

@@ -11,7 +11,7 @@ import torch
 
 from harness import forked
 from harness.cases import from_table, table
-from harness.class_jobs import CUT, LAYOUT, PIPED, check, resumed
+from harness.class_jobs import CUT, LAYOUT, PIPED, at_full_width, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
@@ -19,8 +19,10 @@ from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
-FAMILIES, CUTS, CHAINS, GENERATING = (table(__file__, name) for name in ("FAMILIES", "CUT", "CHAINS", "GENERATING"))
-"""Families that pass; families whose cut sequences, pipelines and generation are tested."""
+TABLES = ("FAMILIES", "CUT", "CHAINS", "GENERATING", "WIDE")
+FAMILIES, CUTS, CHAINS, GENERATING, WIDE = (table(__file__, name) for name in TABLES)
+"""Families that pass; those whose cut sequences and pipelines are tested, generation with keys beside tp=2, and memory
+at the published width."""
 
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
@@ -30,6 +32,14 @@ def test_a_class_trains_as_it_does_on_one_device(family: str) -> None:
     assert result.verification, str(result.verification)
     assert result.error < result.tolerance
     assert result.ledger is not False
+
+
+@pytest.mark.parametrize("family", some_of(WIDE, 1, "classes at their published width"))
+def test_a_class_at_its_published_width_needs_the_predicted_memory(family: str) -> None:
+    """Two layers, on fake tensors."""
+    result = compare(*at_full_width(family))
+    assert result.equal_ledger and result.exact_classes_equal
+    assert result.peak_error < 0.05
 
 
 @pytest.mark.parametrize(
@@ -190,8 +200,8 @@ def test_adapters_are_trained_resumed_merged_and_read_by_peft(made: Path, tmp_pa
     assert (logits[2] - logits[1]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", some_of(GENERATING, 1, "generation of classes"))
-def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "axes"), some_of(GENERATING, 1, "generation of classes"))
+def test_a_class_generates_transformers_own_tokens(family: str, axes: str, tmp_path: Path) -> None:
     """Greedily, two prompts at a time, both whole; windows, states and latents are those of its own cache."""
     torch.manual_seed(0)
     module: Any = ClassModel({"model_type": family}, family).small(Layout.parse("tp=2"))().eval()
@@ -205,11 +215,9 @@ def test_a_class_generates_transformers_own_tokens(family: str, tmp_path: Path) 
         out = module.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
         expected.append(out[0, len(prompt) :].tolist())
     words = [word for prompt in prompts for word in ("--tokens", ",".join(map(str, prompt)))]
-    layout = "tp=2,ep=2" if getattr(module, "_ep_plan", None) else "tp=2,dp=2"
     done = shardwise(
-        "generate", "hub", "--layout", layout, "--precision", "fp32", "--max-new-tokens", "8", "--chunk", "4", "--json",
-        *words,
-        folder=tmp_path,
+        *("generate", "hub", "--layout", f"tp=2,{axes}", "--precision", "fp32", "--max-new-tokens", "8"),
+        *("--chunk", "4", "--json", *words), folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [answer["tokens"] for answer in json.loads(done.stdout)["answers"]] == expected

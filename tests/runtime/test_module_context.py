@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.cases import from_table
-from harness.module_jobs import OwnTraining, reference, trained, verdict
+from harness.module_jobs import OwnTraining, reference, styled_loss, trained, verdict
 from harness.own_modules import ATTENDING, AttentionBlock, AttentionModel, exact, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -54,6 +54,10 @@ def test_a_checkpoint_continues_with_whole_sequences_and_back(tmp_path: Path) ->
 def test_classes_of_transformers_are_cut_right(family: str, layout: str) -> None:
     result = verdict(partial(exact, family), layout, token_example(seq=8), tolerance=1e-12)
     assert result, str(result)
+
+
+def test_rows_are_cut_along_their_tokens_whatever_comes_first() -> None:
+    assert run_ranks("harness.module_jobs:styled_loss", 2, "cp=2") == [pytest.approx(styled_loss(0, ""), rel=1e-12)] * 2
 
 
 # -- bad input: one line says what is wrong, and what to do
@@ -144,6 +148,7 @@ def test_a_layout_that_cannot_be_cut_is_one_line(layout: str, message: str) -> N
         ("no example", "cp needs example="),
         ("shifted", "the loss depends on the order of its tokens"),
         ("labels", "compute the loss outside of the module"),
+        ("mean", "return \\(summed loss, number of tokens"),
         ("longer", "says nothing of longer ones"),
         ("odd", "7 tokens would be 8 with padding"),
     ],

@@ -12,9 +12,11 @@ import pytest
 from harness import forked
 from harness.cases import from_table
 from harness.dialogues import SETTINGS, chats, pairs, plain_losses, write_chat_model, write_records, write_tokenizer
+from harness.pool import run_ranks
 from shardwise.data import Corpus
 from shardwise.layout import Layout
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
+from shardwise.runtime.module.class_run import REFERENCE
 from shardwise.runtime.module.experts import use_exact_products
 
 STEPS, BATCH = 3, 4
@@ -97,6 +99,14 @@ def test_the_reference_of_adapters_is_the_base_and_outlives_a_run(folder, tmp_pa
     (run / "reference.json").unlink()
     done = shardwise("train", *again[:-1], str(tmp_path / "third"), folder=folder)
     assert done.returncode == 2 and "no reference of these pairs" in done.stderr, done.stderr
+
+
+def test_a_reference_on_one_nodes_disk_is_every_ranks(tmp_path):
+    for rank, about in enumerate(("the same", "another")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / REFERENCE).write_text(json.dumps({"train": [float(rank)], "about": about}))
+    made = run_ranks("harness.dialogues:kept_on_disks", 2, tmp_path)
+    assert made == [{"train": [0.0], "about": "the same"}] * 2
 
 
 def test_dialogues_share_no_row_where_the_class_would_see_the_one_before(folder, tmp_path):

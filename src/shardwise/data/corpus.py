@@ -316,7 +316,7 @@ class _Preparation:
                 files.add(index, ids)
             files.finish(divides=dialogues is None)
         if self.skipped:
-            self.say(f"skipped {len(self.skipped)} files without UTF-8 text, such as {self.skipped[0]}")
+            self.say(f"skipped {len(self.skipped)} of {len(self.source.files)} files, such as {self.skipped[0]}")
         tokens, documents = files.tokens, files.documents
         if dialogues is None:
             self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")

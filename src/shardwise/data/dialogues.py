@@ -54,7 +54,9 @@ class DialogueEncoder:
             dialogues = [self._numbers(text, spans, plain) for text, spans, plain in texts]
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise UserError(f"{place} is no dialogue ({what}); messages have a role and content") from None
+            raise UserError(
+                f"{place} is no dialogue ({what}); messages have a role and content, and all records one shape"
+            ) from None
         if not all(any(number & 1 for number in dialogue) for dialogue in dialogues):
             self.without += 1
             return []

@@ -134,9 +134,9 @@ def _shape(source: Source) -> Shape:
     """The shape of a source's data. A first record that cannot be read is reported when all are."""
     files = [file.path for file in source.files if _has_records(file.path)]
     try:
-        rows = _dataset(source.root, None) if source.kind == "dataset" else _file(files[0], None, None)
-        names = json.loads(next(iter(rows))).keys()
-    except (UserError, IndexError, StopIteration, ValueError):
+        of_files = chain.from_iterable(_file(file, None, None) for file in files)
+        names = json.loads(next(_dataset(source.root, None) if source.kind == "dataset" else of_files)).keys()
+    except (UserError, StopIteration, ValueError):
         return "text"
     return next((shape for shape, fields in _SHAPES if fields <= names and source.text_field not in names), "text")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -37,13 +38,11 @@ if TYPE_CHECKING:
 def planned(job: ServingJob) -> ServingJob:
     """The engine with the plan by which the class is divided. Raises `UserError` for what it cannot do."""
     layout, model = job.layout, ClassModel.of(job.model)
-    unable = {
-        f"pp={layout.pp}": layout.pp > 1, f"cp={layout.cp}": layout.cp > 1, f"zero={layout.zero}": layout.zero > 0,
-        f"ep={layout.ep}": layout.ep > layout.tp,
-    }  # fmt: skip
+    cp, zero, ep = layout.cp > 1, layout.zero > 0, layout.ep > layout.tp
+    unable = {f"cp={layout.cp}": cp, f"zero={layout.zero}": zero, f"ep={layout.ep}": ep}
     for words in (words for words, wrong in unable.items() if wrong):
         raise LayoutError(
-            f"{words} has no generation of a model by its class of transformers yet: choose tp, ep up to tp, and dp"
+            f"{words} has no generation of a model by its class of transformers yet: choose tp, ep up to tp, pp and dp"
         )
     if job.quantize != "none":
         raise UserError(f"--int8: {job.model.name} is generated with by its class of transformers, in its precision")
@@ -51,8 +50,7 @@ def planned(job: ServingJob) -> ServingJob:
     check_head(model, split)
     if not _argument(model):
         raise UserError(f"{model.name}: {model.kind.__name__} has no cache of transformers, so nothing is generated")
-    plan = None if split.plan is None else dict(split.plan)
-    return replace(job, class_plan=plan, reuse=False)
+    return replace(job, reuse=False, **split.chosen)
 
 
 def _argument(model: ClassModel) -> str:
@@ -63,13 +61,11 @@ def _argument(model: ClassModel) -> str:
 
 def divided(job: ServingJob) -> ClassSplit:
     """The model under the layout."""
-    return ClassModel.of(job.model).divided(job.layout, job.class_plan, None)
+    return ClassModel.of(job.model).divided(job.layout, job.class_plan, job.class_parts)
 
 
 class ClassGenerator:
     """What `TokenGenerator` is to a decoder here."""
-
-    stage = 0
 
     def __init__(self, job: ServingJob, comms: Comms, rank: int, device: torch.device, split: ClassSplit) -> None:
         self.job, self.comms, self.rank, self.device, self._split = job, comms, rank, device, split
@@ -77,6 +73,7 @@ class ClassGenerator:
         self._argument = _argument(self.model)
         blueprint = split.described.blueprint
         self.plan = unit_plan(blueprint, job.layout, Workload(), rank=rank, backend=comms.backend)
+        self.stage = next(iter(self.plan.stages))
         self.dtype = torch_dtype(job.layout.dtype)
         self.nonfinite = ""
         self._caches: WeakKeyDictionary[Sequence, Any] = WeakKeyDictionary()
@@ -125,9 +122,10 @@ class ClassGenerator:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all pages, if sequences fill them. There is no memory for them before there are tokens."""
-        counted, tokens = self.job.model.counted, self.job.pages * self.job.page
+        counted, tokens, stages = self.job.model.counted, self.job.pages * self.job.page, self.runner.stages
         assert counted is not None
-        return int(counted.cache_bytes(tokens, self.job.layout.tp, width=self.dtype.itemsize))
+        first, stop = stages.blocks[self.stage] if stages else (0, None)
+        return int(counted.cache_bytes(tokens, self.job.layout.tp, first, stop, self.dtype.itemsize))
 
     def begin(self, step: EngineStep) -> None:
         """As of `TokenGenerator`."""
@@ -144,22 +142,43 @@ class ClassGenerator:
         return step.tokens
 
     @torch.inference_mode()
-    def forward(self, step: EngineStep, rows: None, x: None) -> Tensor:
-        """The requested logits, [B, vocab]."""
+    def forward(self, step: EngineStep, rows: None, x: Tensor | None) -> Tensor:
+        """As of `TokenGenerator`."""
         from transformers import DynamicCache
 
         self.comms.pulse.work("the forward pass")
-        logits = []
+        streams = iter(x.split([chunk.stop - chunk.start for chunk in step.chunks], 1) if x is not None else ())
+        outputs: list[Any] = []
         for chunk in step.chunks:
             sequence = chunk.sequence
             if chunk.start == 0:  # it is new, or is computed again
                 self._caches[sequence] = DynamicCache(config=self._config)
+            cache = self._caches[sequence]
             ids = torch.tensor([sequence.tokens[chunk.start : chunk.stop]], device=self.device)
-            self.engine.begin_evaluation()
-            options = {self._argument: self._caches[sequence], "use_cache": True} | self._kept(chunk)
-            out = self.runner.run(input_ids=ids, **options)
-            logits.append(out.logits[0, [row - chunk.stop for row in chunk.rows], : self.job.model.vocab])
-        return torch.cat(logits)
+            options = {self._argument: cache, "use_cache": True} | self._kept(chunk)
+            run = partial(self.runner.run, input_ids=ids, **options)
+            if self.runner.stages is None:
+                self.engine.begin_evaluation()
+                outputs.append(run())
+            else:
+                outputs.append(self.runner.run_stage(self.stage, next(streams, None), run))
+                _follow(cache, chunk.stop)
+        if self.stage < self.job.layout.pp - 1:
+            return self._sent(torch.cat(outputs, 1))
+        return torch.cat([
+            out.logits[0, [row - chunk.stop for row in chunk.rows], : self.job.model.vocab]
+            for chunk, out in zip(step.chunks, outputs, strict=True)
+        ])  # fmt: skip
+
+    def _sent(self, x: Tensor) -> Tensor:
+        """What a stage has made. Raises `UserError` where the next one expects something else."""
+        wanted = self.job.model.hidden, self.dtype
+        if (x.shape[-1], x.dtype) != wanted:
+            raise UserError(
+                f"pp: blocks of {self.model.name} return {x.dtype} [..., {x.shape[-1]}] where stages exchange "
+                f"{self.dtype} [..., {self.job.model.hidden}]: leave pp out"
+            )
+        return x
 
     def _kept(self, chunk: Chunk) -> dict[str, int]:
         """The class computes logits from the first row that is asked for, where it can leave out those before it."""
@@ -176,3 +195,12 @@ class ClassGenerator:
     def hop(self) -> float:
         """As of `TokenGenerator`."""
         return 0.0
+
+
+def _follow(cache: Any, tokens: int) -> None:
+    """Layers of other stages have no keys here, but their lengths, from which a class makes positions and masks."""
+    for layer in cache.layers:
+        if hasattr(layer, "get_seq_length") and (missing := tokens - layer.get_seq_length()) > 0:
+            layer.update(*[torch.zeros(1, 1, missing, 1, dtype=torch.int8)] * 2)
+        if hasattr(layer, "has_previous_state"):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)

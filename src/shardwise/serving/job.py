@@ -70,6 +70,8 @@ class ServingJob(Json):
     """Folder for the ranks' notes, the source of a `StepReport` for every engine step."""
     class_plan: dict[str, str] | None = None
     """Plan of tensor parallelism of a model by its class of transformers; None for the one that the class publishes."""
+    class_parts: tuple[str, ...] | None = None
+    """The order of its parts under a pipeline; None for the one that the class publishes."""
     emulate: float = 0.0
     """Seconds that a stage waits in every engine step in place of its arithmetic; 0 computes."""
 

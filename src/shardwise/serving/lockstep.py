@@ -176,7 +176,7 @@ class Lockstep:
             return self._choose(step, *decoded)
         x = None
         if not self.first:
-            shape = 1, generator.tokens_here(step), generator.plan.model.hidden
+            shape = 1, generator.tokens_here(step), generator.job.model.hidden
             x = torch.empty(shape, dtype=generator.dtype, device=generator.device)
             self.comms.receive(x, PP, self.place - 1, f"stage {self.place}").wait()
         y = generator.forward(step, generator.rows(step), x)

@@ -312,15 +312,20 @@ class ClassModel:
 
     def _order(self, blocks: Sequence[str], example: Any) -> tuple[str, ...] | None:
         """Modules with parameters in the order of a forward pass; None where it cannot be followed, for the published
-        one."""
+        one. Raises `UserError` for blocks that return no tensor."""
         from shardwise.runtime.module.describe import run_order
         from shardwise.runtime.module.inputs import usual_masks
+        from shardwise.runtime.module.stages import check_output
 
         module, inside = self.blank(dtype=_traced_dtype()), tuple(f"{block}." for block in blocks)
         held = [n for n, child in module.named_modules() if child._parameters and not n.startswith(inside)]
         try:
             with usual_masks(example):
+                for path in blocks:
+                    module.get_submodule(path).register_forward_hook(lambda _, args, y, at=path: check_output(at, y))
                 return tuple(run_order(module, [*blocks, *(name for name in held if name not in blocks)], example))
+        except UserError:
+            raise
         except Exception:
             return None
 
@@ -361,6 +366,11 @@ class ClassSplit:
     """Its plan of tensor parallelism; None for the one that the class publishes."""
     parts: Sequence[str] | None
     """The order of its parts under a pipeline; None for the one that the class publishes."""
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Fields of a job, whose ranks cannot look for a plan."""
+        return {"class_plan": self.plan and dict(self.plan), "class_parts": self.parts and tuple(self.parts)}
 
 
 def _traced_dtype() -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoint
@@ -160,7 +162,7 @@ class ClassRun(TrainingRun):
             return
         self.entropy, about = math.log(2), f"{config.corpus_fingerprint} {config.workload.seq}"
         files = [Path(config.out), *([Path(config.resume).parents[1]] if config.resume else [])]
-        kept = next(filter(None, (_kept_reference(folder / REFERENCE, about) for folder in files)), None)
+        kept = kept_reference(files, about, self.rank)
         if kept is None and config.resume and not config.model.lora:
             raise UserError(
                 f"{files[-1]} has no reference of these pairs, and the weights of the first step are gone: export the "
@@ -194,13 +196,16 @@ class ClassRun(TrainingRun):
                 "others": partial(written, self.program)}  # fmt: skip
 
 
-def _kept_reference(file: Path, about: str) -> dict[str, Any] | None:
-    """References that an earlier start of a run has kept, of these pairs; None without them."""
-    try:
-        made = json.loads(file.read_bytes())
-        return dict(made) if made["about"] == about else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def kept_reference(folders: Sequence[Path], about: str, rank: int) -> dict[str, Any] | None:
+    """References that an earlier start of a run has kept, of these pairs; None without them. Rank 0 reads for all: a
+    folder may be on its node alone, and ranks that find nothing would compute without the others."""
+    kept: list[dict[str, Any] | None] = [None]
+    for folder in folders if rank == 0 else ():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            made = json.loads((folder / REFERENCE).read_bytes())
+            kept[0] = kept[0] or (dict(made) if made["about"] == about else None)
+    dist.broadcast_object_list(kept, src=0)
+    return kept[0]
 
 
 def planned(config: TrainConfig) -> TrainConfig:
@@ -222,8 +227,7 @@ def planned(config: TrainConfig) -> TrainConfig:
             f"{model.name}: its class of transformers attends across the documents of a packed sequence: leave out "
             "--isolate-documents"
         )
-    plan = None if split.plan is None else dict(split.plan)
-    return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
+    return replace(config, **split.chosen)
 
 
 def check_head(model: ClassModel, split: ClassSplit) -> None:

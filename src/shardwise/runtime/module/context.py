@@ -98,8 +98,8 @@ class CutRows:
         return local_places(cut, self._comms.index(CP), self._device)
 
     def of(self, batch: Any) -> Any:
-        """This rank's tokens: of the tensors of a batch [B, S, ...] with the length of its first one. Anything else
-        as it is. Raises `UserError` for rows that cannot be cut, or are longer than what was tried."""
+        """This rank's tokens: of the tensors of a batch [B, S, ...] with the length of `tokens_of`. Anything else as
+        it is. Raises `UserError` for rows that cannot be cut, or are longer than what was tried."""
         seq = length_of(batch)
         if 0 < self.longest < seq:
             raise UserError(
@@ -127,7 +127,7 @@ class CutRows:
                 "compute the loss outside of the module, with targets that are shifted before they are cut"
             )
         if not _gives_positions(forward, args, kwargs):
-            rows, here = next(x.shape[:2] for x in _pytree.tree_leaves((args, kwargs)) if _has_tokens(x))
+            rows, here = tokens_of((args, kwargs)).shape[:2]
             kwargs[POSITIONS] = self.places(here * self._comms.size(CP)).expand(rows, -1).contiguous()
         with unpacked():
             return self.wrap(ROOT, forward)(*args, **kwargs)
@@ -163,12 +163,18 @@ def _has_tokens(x: Any, seq: int = 0) -> bool:
     return isinstance(x, Tensor) and x.dim() > 1 and (not seq or x.shape[1] == seq)
 
 
-def length_of(batch: Any) -> int:
-    """Tokens of the rows of a batch. Raises `UserError` without any."""
+def tokens_of(batch: Any) -> Tensor:
+    """The tensor of a batch that has a row's tokens: its first one [B, S, ...], and a matrix of floating-point numbers
+    only without another. Raises `UserError` without any."""
     tensors = [x for x in _pytree.tree_leaves(batch) if _has_tokens(x)]
     if not tensors:
         raise UserError("cp cuts rows along their sequence, and the batch has no tensor [rows, tokens, ...]")
-    return int(tensors[0].shape[1])
+    return next((x for x in tensors if x.dim() > 2 or not x.is_floating_point()), tensors[0])
+
+
+def length_of(batch: Any) -> int:
+    """Tokens of the rows of a batch. Raises `UserError` without any."""
+    return tokens_of(batch).shape[1]
 
 
 class TokenLoss:
@@ -259,13 +265,13 @@ def check_tokens(module: nn.Module, example: Any) -> None:
 def _same_in_pieces(module: nn.Module, example: Any, length: int) -> bool:
     if (seq := length // 4 * 4) < 4:
         raise LayoutError(f"cp: the example has rows of {length} tokens, too few to be cut: give it 4 or more")
-    first = next(x for x in _pytree.tree_leaves(example) if _has_tokens(x))
+    first = tokens_of(example)
     places = torch.cat([local_places(SequenceCut(seq, 2), rank, first.device) for rank in range(2)])
     example = _pytree.tree_map(lambda x: x[:, :seq] if _has_tokens(x, length) else x, example)
 
     def rows(x: Any) -> Any:
         if not _has_tokens(x, seq):
-            return x
+            return x.repeat_interleave(2, 0) if isinstance(x, Tensor) and x.dim() and len(x) == len(first) else x
         x = x.expand(len(first), *x.shape[1:]) if len(x) == 1 else x  # positions of all rows
         return x[:, places].unflatten(1, (2, -1)).flatten(0, 1)
 

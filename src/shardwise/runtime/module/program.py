@@ -159,7 +159,7 @@ class ModuleProgram(StepProgram, PartRunner):
 
     def loss_of(self, loss_fn: LossFunction) -> Loss:
         """(loss, tokens) of a micro-batch."""
-        return lambda batch: _loss_and_count(loss_fn(self.run, batch), self.device)
+        return lambda batch: _loss_and_count(loss_fn(self.run, batch), self.device, self.rows is not None)
 
     def learn_shapes(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> None:
         """Know the shapes of a pipeline's messages for these batches."""
@@ -167,14 +167,20 @@ class ModuleProgram(StepProgram, PartRunner):
             self.messages.learn(self.loss_of(loss_fn), micro_batches)
 
 
-def _loss_and_count(result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(loss, tokens) from what a loss function returned. Raises `UserError` for anything else. A number of tokens that
+def _loss_and_count(result: Any, device: torch.device, cut: bool) -> tuple[Tensor, Tensor]:
+    """(loss, tokens) from what a loss function returned. cut: of rows whose other tokens are on other ranks, where a
+    mean alone would count ranks in place of tokens. Raises `UserError` for anything else. A number of tokens that
     is negative or not finite becomes NaN, which all ranks see in their sum."""
     loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UserError(
             "loss_fn must return (summed loss, number of tokens), or a mean loss alone: a tensor of one element that "
             "depends on the module"
+        )
+    if cut and result is loss:
+        raise UserError(
+            "cp: a mean loss alone leaves open how many of a row's tokens are on this rank: return (summed loss, "
+            "number of tokens)"
         )
     number = torch.as_tensor(count).detach().to(device, torch.float64).reshape(())
     return loss.reshape(()), torch.where((number >= 0) & number.isfinite(), number, math.nan)

@@ -107,15 +107,20 @@ class ModuleStages:
             raise _Left(_first_of(args, kwargs, path))
         if number == 0 and self._stage:
             args, kwargs = _replaced(args, kwargs, self._arrived)
-        out = forward(*args, **kwargs)
-        if not isinstance(out, Tensor):
-            raise UserError(
-                f"{path} returns a {type(out).__name__}; under a pipeline each block returns one tensor, which the "
-                "next one takes"
-            )
+        out: Tensor = forward(*args, **kwargs)
+        check_output(path, out)
         if number == stop - 1 and self._stage < self.last:
             raise _Left(out)
         return out
+
+
+def check_output(path: str, out: Any) -> None:
+    """Raise `UserError` for a block's output that is no tensor."""
+    if not isinstance(out, Tensor):
+        raise UserError(
+            f"{path} returns a {type(out).__name__}; under a pipeline each block returns one tensor, which the next "
+            "one takes: leave pp out"
+        )
 
 
 def _first_of(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Tensor:
