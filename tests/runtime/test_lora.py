@@ -17,7 +17,7 @@ from harness.space import MODELS, Point, cases
 from harness.today import some_of
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
-from shardwise.model.lora import INT8, Lora
+from shardwise.model.lora import FP8, INT8, NF4, Lora
 from shardwise.model.parameters import blueprint, parameters
 
 TARGETS = ((), (), ("q", "v"), ("down",), ("k", "up"), ("out",), ("q", "k", "v", "up"))
@@ -69,6 +69,30 @@ def test_other_layouts(text: str) -> None:
     case = Case(model, Workload(12, 4 * layout.dp), "fp64")
     ranks = train(case, layout)
     assert_rules(case, layout, ranks)
+
+
+WIDE = MODELS["llama"].replace(name="wide", hidden=128, heads=4, kv_heads=2, head_dim=64, ffn=256)
+"""Its ranks' pieces begin inside blocks of 128 rows, and inside 256 scales of NF4."""
+BASE_LAYOUTS = table(__file__, "BASE_LAYOUTS")
+
+
+@pytest.mark.parametrize("text", some_of(BASE_LAYOUTS, 2, "layouts of bases"))
+@pytest.mark.parametrize("base", [NF4, FP8])
+def test_trap_35_bases_in_4_bits_and_fp8_under_layouts(base: str, text: str) -> None:
+    layout = Layout.parse(text)
+    model = WIDE.replace(lora=Lora(3, targets=("q", "down", "up"), base=base), layers=max(2, layout.pp))
+    case = Case(model, Workload(12, 4 * layout.dp), layout.precision)
+    assert_rules(case, layout, train(case, layout))
+
+
+def test_bytes_of_a_base_are_those_of_its_numbers_and_scales() -> None:
+    """By hand: q [256, 128] in NF4 is 128 + 4 bytes a row, and 4 x (1 + 2) bytes of mean and second scales."""
+    plan = unit_plan(WIDE.replace(lora=Lora(3, base=NF4)), Layout(tp=2), Workload(12, 2))
+    (unit,) = (unit for unit in plan.units if unit.name == "blocks.0.narrow")
+    sizes = {placed.name.removeprefix("blocks.0."): placed.numel for placed in unit.placed}
+    assert sizes["attention.qkv.q.weight"] == 128 * (64 + 2) and sizes["mlp.down.weight"] == 128 * (64 + 2)
+    assert sizes["attention.qkv.q.weight_scale"] == 4 * (1 + 2) == sizes["mlp.down.weight_scale"]
+    assert unit.dtype == "int8" and unit.numel == sum(sizes.values())
 
 
 def test_the_space_is_covered() -> None:

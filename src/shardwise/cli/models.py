@@ -41,8 +41,7 @@ class LoraOptions(CommandOptions):
 
     lora: str | None = arg(
         "train only LoRA adapters: rank=16,alpha=32,targets=q_proj+v_proj (alpha: 2 x rank; targets: all linear "
-        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits; nf4, in 4, is for estimate "
-        "and plan",
+        "layers), or a folder that peft wrote; base=int8, fp8 or nf4 stores frozen weights in 8 or 4 bits",
         "TEXT",
     )
 

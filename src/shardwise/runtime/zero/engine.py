@@ -41,6 +41,7 @@ from shardwise.layout.homes import TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import splits_backward
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
 from shardwise.layout.wire import WIRE_DTYPE
+from shardwise.model.adapters import is_narrow
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import StoredIntervals
@@ -198,6 +199,8 @@ class Engine:
                 parameter = _leaf(weight, grad_slot)
                 for module, leaf in owners[placed.name]:
                     setattr(module, leaf, parameter)
+                    if is_narrow(placed.parameter):
+                        module.frozen_base = module.frozen_base.at(placed.box)  # type: ignore[union-attr,operator]
                 if flat.unit.name == "tied" and isinstance(self.module, Decoder):
                     # A second leaf on the same memory: the head adds its gradient as soon as it has it.
                     assert isinstance(self.module.head.out, TiedLinear)
