@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -172,11 +173,12 @@ class PartRunner(Runner):
                     "what a stage of the pipeline takes is changed in place (as by x += 1): write x = x + 1, or leave "
                     "pp out"
                 ) from error
-            # torch's name of int8
-            if any(unit.dtype for unit in self.plan.units) and "char" in str(error).lower():
+            base = next((p.dtype for p in self.plan.blueprint.parameters() if p.dtype), "")
+            # torch's name of int8, or a shape that is that of bytes
+            if base and re.search("char|mat1 and mat2", str(error).lower()):
                 raise UserError(
-                    "lora: base=int8: the module's own code reads a linear map's weight, which is in 8 bits: call the "
-                    "map, or leave base out"
+                    f"lora: base={base}: the module's own code reads a linear map's weight, which is in fewer bits: "
+                    "call the map, or leave base out"
                 ) from error
             raise
 
