@@ -11,14 +11,17 @@ from zlib import crc32
 import pytest
 
 from harness.cases import from_table, table
-from harness.checks import assert_rules, train
+from harness.checks import EXACT, PEAK_TOLERANCE, assert_rules, train
 from harness.reference import Case, reference
 from harness.space import MODELS, Point, cases
 from harness.today import some_of
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
+from shardwise.model.catalog import get
 from shardwise.model.lora import FP8, INT8, NF4, Lora
 from shardwise.model.parameters import blueprint, parameters
+from shardwise.predict.memory.step import predict_bytes
+from shardwise.runtime.dryrun import dry_run
 
 TARGETS = ((), (), ("q", "v"), ("down",), ("k", "up"), ("out",), ("q", "k", "v", "up"))
 PER_DAY = 4
@@ -93,6 +96,18 @@ def test_bytes_of_a_base_are_those_of_its_numbers_and_scales() -> None:
     assert sizes["attention.qkv.q.weight"] == 128 * (64 + 2) and sizes["mlp.down.weight"] == 128 * (64 + 2)
     assert sizes["attention.qkv.q.weight_scale"] == 4 * (1 + 2) == sizes["mlp.down.weight_scale"]
     assert unit.dtype == "int8" and unit.numel == sum(sizes.values())
+
+
+@pytest.mark.parametrize(("base", "text"), [(NF4, "recompute=full"), (FP8, "dp=2,tp=2,zero=3,recompute=full")])
+def test_a_base_of_8b_shape_has_its_bytes(base: str, text: str) -> None:
+    """Two layers of Llama 3 8B at full width, on fake tensors: what the runtime allocates is what is predicted."""
+    model = get("llama-3-8b").replace(layers=2, lora=Lora(16, base=base))
+    layout, workload = Layout.parse(text), Workload(seq=512, batch=2)
+    (role,) = dry_run(model, layout, workload).roles
+    predicted = predict_bytes(unit_plan(model, layout, workload))
+    for name in EXACT:
+        assert getattr(role.bytes, name) == getattr(predicted, name), name
+    assert role.bytes.total == pytest.approx(predicted.total, rel=PEAK_TOLERANCE)
 
 
 def test_the_space_is_covered() -> None:
