@@ -1,6 +1,6 @@
-"""Frozen matrices in fewer bits: quantized once, dequantized block by block for each product.
+"""Frozen matrices in fewer bits: quantized once, dequantized block by block for every product.
 
-int8: rows are numbers x scale. nf4: as QLoRA and bitsandbytes have it, blocks of 64 weights of a row, each with its
+int8: rows are numbers x scale. nf4: as QLoRA and bitsandbytes have it, blocks of 64 weights of a row with their
 largest magnitude; these less their mean are in 8 bits ("double quantization"), 256 with one scale in fp32. fp8: e4m3
 with a scale per 128 x 128 weights, as in DeepSeek-V3's files. nf4 and fp8 are multiplied in fp32, then rounded.
 """
@@ -36,7 +36,7 @@ def row_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(elements: Tensor, scales: Tensor) -> Tensor:
-    """The nearest int8 numbers x scale of some elements, each with its row's scale."""
+    """The nearest int8 numbers x scale of some elements, with the scales of their rows."""
     return (elements.float() / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
 
 
@@ -79,8 +79,8 @@ def _fp8(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     numbers = rows.float()
     padded = F.pad(numbers, (0, -rows.shape[1] % wide, 0, -len(rows) % high))
     scales = _positive(padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).abs().amax((1, 3)) / _LARGEST)
-    each = scales.repeat_interleave(high, 0)[: len(rows)].repeat_interleave(wide, 1)[:, : rows.shape[1]]
-    return (numbers / each).to(torch.float8_e4m3fn).view(torch.int8), scales
+    spread = scales.repeat_interleave(high, 0)[: len(rows)].repeat_interleave(wide, 1)[:, : rows.shape[1]]
+    return (numbers / spread).to(torch.float8_e4m3fn).view(torch.int8), scales
 
 
 _QUANTIZED: dict[str, Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]] = {INT8: _int8, NF4: _nf4, FP8: _fp8}
@@ -99,7 +99,7 @@ def _nearest(blocks: Tensor, largest: Tensor, values: Iterable[float]) -> Tensor
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """How a matrix is stored, and which part of it a rank has."""
+    """How a matrix is stored, and which part of it is here."""
 
     name: str
     """Of `BASES`."""
@@ -107,9 +107,9 @@ class FrozenBase:
     inputs: int
     """Of the whole matrix."""
     top: int = 0
-    """First row that the rank has."""
+    """First row of the part."""
     left: int = 0
-    """First block of inputs that it has."""
+    """Its first block of inputs."""
 
     @classmethod
     def narrow(cls, map: nn.Module, name: str, dtype: torch.dtype) -> None:
@@ -120,19 +120,19 @@ class FrozenBase:
         map.register_parameter("weight_scale", nn.Parameter(made, requires_grad=False))
 
     def at(self, box: tuple[tuple[int, int], ...]) -> "FrozenBase":
-        """On a rank that has this box [rows, bytes] of it."""
-        each = stored_columns(self.name, block_inputs(self.name) or self.inputs)
-        return replace(self, top=box[0][0], left=box[1][0] // each)
+        """The part in this box [rows, bytes]."""
+        width = stored_columns(self.name, block_inputs(self.name) or self.inputs)
+        return replace(self, top=box[0][0], left=box[1][0] // width)
 
     def columns(self, numbers: Tensor) -> int:
-        """Inputs of the rank's part."""
+        """Inputs of the part."""
         block = block_inputs(self.name) or self.inputs
         return numbers.shape[1] * block // stored_columns(self.name, block)
 
     def dense(
         self, numbers: Tensor, scales: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Rows [start, stop) of the rank's part as they are multiplied with. numbers: [rows, bytes] of all of it."""
+        """Rows [start, stop) of the part as they are multiplied with. numbers: [rows, bytes] of all of it."""
         rows = numbers[start:stop]
         if self.name == INT8:
             return rows.to(scales.dtype, copy=True).mul_(scales[start:stop, None])
@@ -152,11 +152,11 @@ class FrozenBase:
     def _fp8(self, rows: Tensor, scales: Tensor, at: Tensor) -> Tensor:
         high, wide = BASES[FP8].block or (1, 1)
         grid = scales.view(-1, -(-self.inputs // wide))[:, self.left :]
-        each = F.embedding(at.div_(high, rounding_mode="floor"), grid)[..., None]
+        by_row = F.embedding(at.div_(high, rounding_mode="floor"), grid)[..., None]
         values = rows.view(torch.float8_e4m3fn).float()
         whole = values.shape[1] // wide
-        values[:, : whole * wide].unflatten(1, (whole, wide)).mul_(each[:, :whole])
-        values[:, whole * wide :].mul_(each[:, whole : whole + 1, 0])
+        values[:, : whole * wide].unflatten(1, (whole, wide)).mul_(by_row[:, :whole])
+        values[:, whole * wide :].mul_(by_row[:, whole : whole + 1, 0])
         return values
 
 

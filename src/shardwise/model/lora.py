@@ -88,7 +88,7 @@ def block_inputs(base: str) -> int:
 
 
 def stored_columns(base: str, inputs: int) -> int:
-    """Bytes of a row of a matrix. NF4 has each block's scale, of a byte, behind its weights."""
+    """Bytes of a row of a matrix. NF4 has a block's scale, of a byte, behind its weights."""
     form = BASES[base]
     return int(inputs * form.each) + (inputs // form.group if form.group else 0)
 

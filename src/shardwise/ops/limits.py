@@ -42,7 +42,7 @@ def dense_rows(outputs: int, inputs: int) -> int:
 
 def converted_bytes(base: str, element: int) -> int:
     """Bytes per element of such a block while it is converted to `element` bytes: of all but int8 by way of fp32, of
-    NF4 from numbers of 4 bytes for two elements each."""
+    NF4 from numbers of 4 bytes for two elements."""
     through = 4 + (element if element != 4 else 0)
     return {"int8": element, "nf4": max(6, through)}.get(base, through)
 

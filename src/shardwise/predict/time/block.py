@@ -139,8 +139,8 @@ class PartSeconds:
             self.launches["backward"] = self.launches["backward"] + 1
 
     def dense(self, wide: Num, deep: Num, operation: LinearOp, shape: Shape) -> None:
-        """Frozen matrices in fewer bits, which each pass converts and then scales in place; all but int8 in fp32, and
-        NF4 from numbers of 4 bytes for two elements each (`decoder/bases.py`)."""
+        """Frozen matrices in fewer bits, which a pass converts and then scales in place; all but int8 in fp32, and
+        NF4 from numbers of 4 bytes for two elements (`decoder/bases.py`)."""
         wide_passes = {INT8: 3 * shape.width, NF4: 16 + 4 + shape.width}.get(operation.base, 12 + 4 + shape.width)
         kernels = {INT8: 2, NF4: 8}.get(operation.base, 5) * len(operation.outputs)
         moved = wide * deep * (BASES[operation.base].width + wide_passes)

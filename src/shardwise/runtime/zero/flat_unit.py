@@ -311,6 +311,6 @@ class BaseValues:
         columns, block = torch.arange(inputs, device=device), (BASES[weight.dtype].block or (1, 0))[0]
         self._latest = None  # before the next one is made
         some = torch.arange(outputs, device=device).split(block * max(1, FILLED // (inputs * block)))
-        rows = (self._values(weight, each[:, None] * inputs + columns) for each in some)
+        rows = (self._values(weight, part[:, None] * inputs + columns) for part in some)
         numbers, self._scales[weight.name] = quantized(weight.dtype, rows, self._dtype)
         self._latest = weight.name, numbers
