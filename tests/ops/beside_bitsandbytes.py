@@ -33,7 +33,7 @@ def main() -> None:
     for shape, dtype in (((96, 192), torch.float32), ((300, 448), torch.bfloat16), ((2048, 1024), torch.float32)):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) / 50
         theirs = dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type=NF4, compress_statistics=True))
-        ours = FrozenBase(NF4, *shape).dense(*quantized(NF4, weight.split(16), dtype), dtype)
+        ours = FrozenBase(NF4, shape[1]).dense(*quantized(NF4, weight.split(16), dtype), dtype)
         print(shape, dtype, f"largest difference {(ours.double() - theirs.double()).abs().max():.1e}")
     numbers, state = quantize_4bit(matrix(), blocksize=64, quant_type=NF4, compress_statistics=True)
     made = {

@@ -31,7 +31,7 @@ def test_blocks_give_the_whole_product_and_its_gradient(base, outputs, inputs, r
     torch.manual_seed(seed)
     inputs *= 64 if base == "nf4" else 1
     numbers, scales = quantized(base, [torch.randn(outputs, inputs, dtype=F64)], F64)
-    form = FrozenBase(base, outputs, inputs)
+    form = FrozenBase(base, inputs)
     x = torch.randn(rows, 2, inputs, dtype=F64, requires_grad=True)
     bias = torch.randn(outputs, dtype=F64) if adds else None
     y = F.linear(x, form.dense(numbers, scales, F64), bias)
@@ -54,13 +54,10 @@ def test_a_ranks_piece_is_that_of_the_whole_matrix(base, across, left, top, seed
     outputs, block = 300, {"nf4": 64, "fp8": 128}.get(base, 512)
     inputs, left = 512 if base == "int8" else (left + across) * block, 0 if base == "int8" else left
     numbers, scales = quantized(base, torch.randn(outputs, inputs).split(128), torch.float32)
-    whole = FrozenBase(base, outputs, inputs).dense(numbers, scales, F64)
+    whole = FrozenBase(base, inputs).dense(numbers, scales, F64)
     held = (top, outputs), (left * stored_columns(base, block), numbers.shape[1])
-    if base == "int8":
-        beside = scales[top:]
-    else:
-        beside = torch.cat((scales[:1], scales))[1:]
-    part = FrozenBase(base, outputs, inputs).at(held)
+    beside = scales[top:] if base == "int8" else torch.cat((scales[:1], scales))[1:]
+    part = FrozenBase(base, inputs).at(held)
     piece = part.dense(numbers[top:, held[1][0] :], beside, F64, 0, outputs)
     assert torch.equal(piece, whole[top:, left * block :])
 
@@ -74,7 +71,7 @@ def test_the_table_has_the_bytes(base):
     assert len(scales) == scale_elements(base, 320, 448)
     held = numbers.nbytes + scales.nbytes
     assert held == pytest.approx(BASES[base].nbytes(weight.shape), rel=2e-4)
-    error = (FrozenBase(base, 320, 448).dense(numbers, scales, F64) - weight).norm() / weight.norm()
+    error = (FrozenBase(base, 448).dense(numbers, scales, F64) - weight).norm() / weight.norm()
     assert 0.001 < error < {"int8": 0.02, "fp8": 0.04, "nf4": 0.1}[base]
 
 
@@ -82,7 +79,7 @@ def test_the_table_has_the_bytes(base):
 def test_empty_memory_is_zero(base):
     """Padding of a dim that tp does not divide, and blocks of zeros."""
     _, scales = quantized(base, [torch.randn(4, 128)], torch.float32)
-    form = FrozenBase(base, 4, 128)
+    form = FrozenBase(base, 128)
     empty = torch.zeros(4, stored_columns(base, 128), dtype=torch.int8)
     assert not form.dense(empty, scales, F64).any()
     assert not form.dense(*quantized(base, [torch.zeros(4, 128)], torch.float32), F64).any()
@@ -111,7 +108,7 @@ def test_nf4_is_that_of_bitsandbytes():
     assert blocks[..., 32].contiguous().numpy().tobytes().hex() == recorded["scales"]
     beside = scales.view(torch.float32).tolist()
     assert beside == pytest.approx([recorded["mean"], *recorded["second"]], rel=1e-6)
-    dense = FrozenBase("nf4", *weight.shape).dense(numbers, scales, torch.float32).flatten()[::577]
+    dense = FrozenBase("nf4", weight.shape[1]).dense(numbers, scales, torch.float32).flatten()[::577]
     assert dense.tolist() == pytest.approx(recorded["dequantized"], abs=1e-6)
 
 

@@ -103,7 +103,6 @@ class FrozenBase:
 
     name: str
     """Of `BASES`."""
-    outputs: int
     inputs: int
     """Of the whole matrix."""
     top: int = 0
@@ -112,12 +111,12 @@ class FrozenBase:
     """Its first block of inputs."""
 
     @classmethod
-    def narrow(cls, map: nn.Module, name: str, dtype: torch.dtype) -> None:
+    def narrow(cls, module: nn.Module, name: str, dtype: torch.dtype) -> None:
         """Of a map in the layout's precision, which gets room for scales of this dtype."""
-        weight = map.get_parameter("weight")
-        map.frozen_base = cls(name, *weight.shape)  # type: ignore[assignment]
+        weight = module.get_parameter("weight")
+        module.frozen_base = cls(name, weight.shape[1])  # type: ignore[assignment]
         made = torch.ones(scale_elements(name, *weight.shape), dtype=dtype, device=weight.device)
-        map.register_parameter("weight_scale", nn.Parameter(made, requires_grad=False))
+        module.register_parameter("weight_scale", nn.Parameter(made, requires_grad=False))
 
     def at(self, box: tuple[tuple[int, int], ...]) -> "FrozenBase":
         """The part in this box [rows, bytes]."""
