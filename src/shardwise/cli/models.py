@@ -75,7 +75,7 @@ def adapters_of(args: Any) -> Path | None:
 
 
 def _folder(text: str) -> tuple[str, str]:
-    """(folder, dtype of the base) of `FOLDER` or `FOLDER,base=int8`."""
+    """(folder, format of the base) of `FOLDER` or `FOLDER,base=nf4`."""
     folder, _, base = text.partition(",base=")
     return folder, base
 

@@ -108,7 +108,7 @@ class FrozenBase:
     top: int = 0
     """First row of the part."""
     left: int = 0
-    """Its first block of inputs."""
+    """Its first input."""
 
     @classmethod
     def narrow(cls, module: nn.Module, name: str, dtype: torch.dtype) -> None:
@@ -120,13 +120,15 @@ class FrozenBase:
 
     def at(self, box: tuple[tuple[int, int], ...]) -> "FrozenBase":
         """The part in this box [rows, bytes]."""
-        width = stored_columns(self.name, block_inputs(self.name) or self.inputs)
-        return replace(self, top=box[0][0], left=box[1][0] // width)
+        return replace(self, top=box[0][0], left=self._inputs(box[1][0]))
 
     def columns(self, numbers: Tensor) -> int:
         """Inputs of the part."""
+        return self._inputs(numbers.shape[1])
+
+    def _inputs(self, nbytes: int) -> int:
         block = block_inputs(self.name) or self.inputs
-        return numbers.shape[1] * block // stored_columns(self.name, block)
+        return nbytes * block // stored_columns(self.name, block)
 
     def dense(
         self, numbers: Tensor, scales: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None
@@ -143,19 +145,22 @@ class FrozenBase:
     def _nf4(self, rows: Tensor, scales: Tensor, at: Tensor) -> Tensor:
         pairs, tree = _tables(rows)
         blocks = rows.unflatten(1, (-1, stored_columns(NF4, BASES[NF4].group))).view(torch.uint8)
-        across = torch.arange(self.left, self.left + blocks.shape[1], dtype=torch.int32, device=rows.device)
+        across = torch.arange(blocks.shape[1], dtype=torch.int32, device=rows.device) + self.left // BASES[NF4].group
         nested = (at[:, None] * (self.inputs // BASES[NF4].group) + across).div_(NESTED, rounding_mode="floor")
         largest = F.embedding(blocks[..., -1].int(), tree).mul_(F.embedding(nested, scales[1:, None])).add_(scales[0])
         return F.embedding(blocks[..., :-1].int(), pairs).flatten(2).mul_(largest).flatten(1)
 
     def _fp8(self, rows: Tensor, scales: Tensor, at: Tensor) -> Tensor:
         high, wide = BASES[FP8].block or (1, 1)
-        grid = scales.view(-1, -(-self.inputs // wide))[:, self.left :]
+        grid = scales.view(-1, -(-self.inputs // wide))[:, self.left // wide :]
         by_row = F.embedding(at.div_(high, rounding_mode="floor"), grid)[..., None]
         values = rows.view(torch.float8_e4m3fn).float()
-        whole = values.shape[1] // wide
-        values[:, : whole * wide].unflatten(1, (whole, wide)).mul_(by_row[:, :whole])
-        values[:, whole * wide :].mul_(by_row[:, whole : whole + 1, 0])
+        lead = min(-self.left % wide, values.shape[1])  # of a block that begins before the part
+        values[:, :lead].mul_(by_row[:, 0])
+        rest, by_row = values[:, lead:], by_row[:, int(lead > 0) :]
+        whole = rest.shape[1] // wide
+        rest[:, : whole * wide].unflatten(1, (whole, wide)).mul_(by_row[:, :whole])
+        rest[:, whole * wide :].mul_(by_row[:, whole : whole + 1, 0])
         return values
 
 

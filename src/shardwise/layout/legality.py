@@ -143,11 +143,11 @@ def check_narrow_base(layout: Layout, whole: Blueprint) -> None:
                 "offload_params=cpu"
             )
         block, cut = block_inputs(base), layout.tp if split_dim(parameter, layout) == 1 else 1
-        if block and inputs % (block * cut) and (cut > 1 or base == NF4):
+        if base == NF4 and inputs % (block * cut):
             held = f"{inputs / cut:g} inputs on a rank of tp={cut}" if cut > 1 else f"{inputs} inputs"
             raise LayoutError(
                 f"lora: base={base}: {parameter.name} has {held}, and a scale is of {block}: choose "
-                + ("a smaller tp, or base=int8" if cut > 1 else "base=int8")
+                + ("a smaller tp, or base=fp8" if cut > 1 else "base=fp8")
             )
 
 

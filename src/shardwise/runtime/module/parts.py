@@ -157,7 +157,7 @@ class PartRunner(Runner):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision. Raises `UserError` where its
-        code reads a weight that is in 8 bits."""
+        code reads a weight that is in fewer bits."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
         try:
             forward: Callable[..., Any] = self.module if self.rows is None else partial(self.rows.run, self.module)
