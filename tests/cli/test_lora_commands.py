@@ -33,7 +33,7 @@ def result(*words: object, folder: Path) -> Any:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with weights `base`, and a run `lora` of adapters that began at them."""
     folder = tmp_path_factory.mktemp("lora")
-    plain = ("train", "tiny-llama", *TEXT, "--set", "layers=2", "--layout", FULL, "--no-tensorboard")
+    plain = ("train", "tiny-llama", *TEXT, "--set", "layers=2,ffn=384", "--layout", FULL, "--no-tensorboard")
     shardwise(*plain, "--steps", 2, "--out", "whole", folder=folder)
     shardwise("checkpoint", "export", "whole", "--out", "base", "--dtype", "float32", folder=folder)
     lora = ("--weights", "base", *TEXT, "--lora", "rank=3,alpha=12", "--no-tensorboard")
@@ -69,19 +69,20 @@ def test_trap_35_merged_weights_are_the_sum(root: Path) -> None:
     assert np.allclose(after[name] - before[name], sum_of_products, rtol=1e-3, atol=1e-7)
 
 
-def test_a_base_in_8_bits_is_read_again_and_merged(root: Path) -> None:
+@pytest.mark.parametrize(("base", "other"), [("int8", "tp=2"), ("nf4", "tp=2"), ("fp8", "dp=2,zero=3")])
+def test_a_base_in_fewer_bits_is_read_again_and_merged(root: Path, base: str, other: str) -> None:
     """Under another layout, from step 2. Merging adds to the folder's own weights."""
-    lora = ("train", "--weights", "base", *TEXT, "--lora", "rank=3,alpha=12,base=int8", "--no-tensorboard")
-    more = ("--steps", 4, "--save-every", 2, "--lr", "1e-2", "--report", "--out", "narrow")
+    lora = ("train", "--weights", "base", *TEXT, "--lora", f"rank=3,alpha=12,base={base}", "--no-tensorboard")
+    more = ("--steps", 4, "--save-every", 2, "--lr", "1e-2", "--report", "--out", base)
     straight = result(*lora, "--layout", FULL, *more, folder=root)
-    compared = shardwise("compare", "narrow", folder=root).stdout
+    compared = shardwise("compare", base, folder=root).stdout
     assert "bytes by class equal" in compared and "✗" not in compared
-    words = ("train", "--resume", "narrow/checkpoints/step-2", "--layout", f"tp=2,{FULL}", "--steps", 4)
-    assert result(*words, "--out", "narrower", folder=root)["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+    words = ("train", "--resume", f"{base}/checkpoints/step-2", "--layout", f"{other},{FULL}", "--steps", 4)
+    assert result(*words, "--out", f"{base}-2", folder=root)["loss"] == pytest.approx(straight["loss"], rel=1e-5)
     plain = json.loads((root / "lora" / "result.json").read_text())
     assert plain["loss"] != straight["loss"] and plain["loss"] == pytest.approx(straight["loss"], rel=0.01)
-    result("checkpoint", "merge", "narrow", "--out", "widened", "--dtype", "float32", folder=root)
-    before, after = (load_file(root / name / "model.safetensors") for name in ("base", "widened"))
+    result("checkpoint", "merge", base, "--out", f"{base}-wide", "--dtype", "float32", folder=root)
+    before, after = (load_file(root / name / "model.safetensors") for name in ("base", f"{base}-wide"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert 0 < np.abs(after[name] - before[name]).max() < 0.1
 

@@ -10,10 +10,10 @@ from harness import module_jobs
 from harness.jobs import _errors
 from harness.module_jobs import LR, SETTINGS, STEPS, OwnOutcome, distances, end, rows_of
 from harness.own_modules import OWN, PLANS, summed_loss
+from shardwise.decoder.bases import quantized
 from shardwise.layout import Layout
 from shardwise.model.adapters import SCALE
 from shardwise.model.lora import Lora
-from shardwise.ops.products import quantise
 from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.describe import find_blocks
 from shardwise.runtime.module.split import split
@@ -44,18 +44,19 @@ def one_device(job: FrozenTraining) -> tuple[OwnOutcome, dict[str, Tensor]]:
     if job.lora:
         add_adapters(module, Lora.parse(job.lora), find_blocks(module, None))
     module.double()
-    narrow = round_to_int8(module)
+    narrow = round_to_base(module)
     outcome, final = module_jobs.one_device(module, job.name)
     return outcome, final | narrow
 
 
-def round_to_int8(module: nn.Module) -> dict[str, Tensor]:
-    """Set weights beside scales to what 8 bits give, as plain numbers. Returns their int8 numbers and scales."""
+def round_to_base(module: nn.Module) -> dict[str, Tensor]:
+    """Set weights beside scales to what their base gives, as plain numbers. Returns their stored numbers and scales."""
     stored: dict[str, Tensor] = {}
     for name, child in module.named_modules():
         if SCALE in child._parameters:
-            numbers, scales = quantise(child.weight.detach())
-            child.weight.data = numbers.double() * scales[:, None]
+            weight = child.weight.detach()
+            numbers, scales = quantized(child.frozen_base.name, [weight], weight.dtype)
+            child.weight.data = child.frozen_base.dense(numbers, scales, weight.dtype)
             stored |= {f"{name}.weight": numbers, f"{name}.{SCALE}": scales}
     return stored
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.float64 import oracle
 
-VOCAB, WIDTH, SEQ = 24, 16, 8
+VOCAB, WIDTH, SEQ, WIDE = 24, 16, 8, 256
 
 
 class SkipBlock(nn.Module):
@@ -43,6 +43,13 @@ class SkipMLP(nn.Module):
             x, others = block(x, scale=self.scale)
             changes = changes + others["change"]
         return self.head(x + 0.5 * changes)
+
+
+class WideMLP(SkipMLP):
+    """As wide as blocks of bases in fewer bits need it, on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, blocks=2)
 
 
 class PlainBlock(nn.Module):
@@ -295,6 +302,7 @@ class AttentionModel(nn.Module):
 
 OWN: dict[str, type[nn.Module]] = {
     "skips": SkipMLP,
+    "wide": WideMLP,
     "states": StateSpace,
     "shared": SharedWeights,
     "routed": RoutedModel,
@@ -304,6 +312,7 @@ OWN: dict[str, type[nn.Module]] = {
 }
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
+    "wide": {"blocks.*.up": "column", "blocks.*.down": "row"},
     "states": {
         "table": "vocab",
         "blocks.*.enter": "colwise_gather_output",
@@ -328,10 +337,11 @@ PLANS: dict[str, dict[str, str]] = {
 def own_batch(name: str, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """(inputs, targets with -100 for what does not count, of different numbers in the rows)."""
     generator = torch.Generator().manual_seed(seed)
-    if name in ("skips", "plain"):
+    if name in ("skips", "plain", "wide"):
         targets = torch.randint(VOCAB, (rows,), generator=generator)
         targets[: rows // 4] = -100
-        return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), targets
+        width = WIDE if name == "wide" else WIDTH
+        return torch.randn(rows, width, generator=generator, dtype=torch.float64), targets
     ids = torch.randint(VOCAB, (rows, SEQ), generator=generator)
     targets = ids.roll(-1, 1)
     for row in range(rows):

@@ -14,9 +14,10 @@ from shardwise.decoder.experts import bias_step
 from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
+from shardwise.model.adapters import stored
 from shardwise.model.parameters import Parameter, parameters
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.zero.flat_unit import Int8Values
+from shardwise.runtime.zero.flat_unit import BaseValues
 from shardwise.runtime.zero.optimizer import learning_rate
 
 STEPS = 3
@@ -130,7 +131,9 @@ def plain_decoder(case: Case, given: Callable[[Parameter, Tensor], Tensor] = val
     decoder = Decoder(case.model)
     for spec in parameters(case.model):
         tensor = decoder.get_parameter(spec.name)
-        tensor.data = given(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
+        kept = stored(spec)
+        dtype = tensor.dtype if spec.dtype else dtype_of(case.precision)
+        tensor.data = given(kept, torch.arange(kept.numel)).view(kept.shape).to(dtype)
     for block in decoder.blocks:
         block.attention.core.kind = case.attention
     return decoder
@@ -144,9 +147,9 @@ class OneDevice:
         self.auxiliary = 1 / (case.workload.batch * share)
         table = {p.name: p for p in parameters(case.model)}
         plan = unit_plan(case.model, Layout(precision=case.precision), case.workload)
-        self.decoder = plain_decoder(case, Int8Values(plan, values))
+        self.decoder = plain_decoder(case, BaseValues(plan, values))
         self.named = dict(self.decoder.named_parameters())
-        assert {n: tuple(p.shape) for n, p in self.named.items()} == {n: p.shape for n, p in table.items()}
+        assert {n: tuple(p.shape) for n, p in self.named.items()} == {n: stored(p).shape for n, p in table.items()}
         for name, tensor in self.named.items():
             tensor.requires_grad_(not table[name].frozen)
         self.trained = trained = {name: p for name, p in self.named.items() if not table[name].frozen}

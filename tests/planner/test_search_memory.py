@@ -79,7 +79,7 @@ def test_the_bound_of_adapters():
     """Of frozen weights a rank has no gradients and no optimizer state, which the bound must know."""
     draw = random.Random(f"adapters {seed()}")
     plain = [m for m in DENSE if not (m.experts or m.latent_attention)]
-    models = [m.replace(lora=Lora(16, base=base)) for m in plain for base in ("", "int8", "nf4")]
+    models = [m.replace(lora=Lora(16, base=base)) for m in plain for base in ("", "int8", "nf4", "fp8")]
     ratios = []
     for space, layout, bound in candidates(draw, 200 if EVERYTHING else 40, models):
         held = ExactMemory(space.model, space.workload, space.cluster).total(layout)

@@ -51,8 +51,8 @@ def test_trap_35_adapters_are_those_of_one_device(name: str, layout: str, lora: 
             assert (before[key.replace(".weight", "")].double() == whole).all(), key
 
 
-@pytest.mark.parametrize(("name", "layout", "lora"), some_of(NARROW, 2, "adapted modules in 8 bits"))
-def test_trap_35_a_base_in_8_bits_is_that_of_one_device(name: str, layout: str, lora: str) -> None:
+@pytest.mark.parametrize(("name", "layout", "lora"), some_of(NARROW, 2, "adapted modules in fewer bits"))
+def test_trap_35_a_base_in_fewer_bits_is_that_of_one_device(name: str, layout: str, lora: str) -> None:
     """One device computes with the same rounded weights, in float64."""
     job = FrozenTraining(name, layout, lora=lora)
     final = trained_as_on_one_device(job)

@@ -41,8 +41,7 @@ class LoraOptions(CommandOptions):
 
     lora: str | None = arg(
         "train only LoRA adapters: rank=16,alpha=32,targets=q_proj+v_proj (alpha: 2 x rank; targets: all linear "
-        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits; nf4, in 4, is for estimate "
-        "and plan",
+        "layers), or a folder that peft wrote; base=int8, fp8 or nf4 stores frozen weights in 8 or 4 bits",
         "TEXT",
     )
 
@@ -76,7 +75,7 @@ def adapters_of(args: Any) -> Path | None:
 
 
 def _folder(text: str) -> tuple[str, str]:
-    """(folder, dtype of the base) of `FOLDER` or `FOLDER,base=int8`."""
+    """(folder, format of the base) of `FOLDER` or `FOLDER,base=nf4`."""
     folder, _, base = text.partition(",base=")
     return folder, base
 

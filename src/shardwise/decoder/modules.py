@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import random
+from shardwise.decoder.bases import FrozenBase
 from shardwise.model import ModelConfig
-from shardwise.model.adapters import A
+from shardwise.model.adapters import A, is_narrow
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.chunking import dropout_chunk
+from shardwise.model.lora import INT8, stored_columns
 
 
 @dataclass
@@ -79,24 +81,20 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out, inp))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
-        self.weight_scale: nn.Parameter | None
-        """[out] of a weight in 8 bits (`narrow`)."""
-        self.register_parameter("weight_scale", None)
+        self.frozen_base: FrozenBase | None = None
+        """How a weight in fewer bits is stored (`narrow`), beside `weight_scale`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.weight_scale is None else dequantised(self.weight, self.weight_scale)
+        base = self.frozen_base
+        weight = self.weight if base is None else base.dense(self.weight, self.get_parameter("weight_scale"), x.dtype)
         return F.linear(x, weight, self.bias)
 
-    def narrow(self) -> None:
-        """Memory for its weight in 8 bits, with a scale per output, in place of the weight."""
-        self.weight_scale = nn.Parameter(self.weight.new_empty(len(self.weight)), requires_grad=False)
-        numbers = torch.empty(self.weight.shape, dtype=torch.int8, device=self.weight.device)
+    def narrow(self, base: str) -> None:
+        """Memory for its weight in fewer bits, with scales, in place of the weight."""
+        FrozenBase.narrow(self, base, self.weight.dtype if base == INT8 else torch.int8)
+        outputs, inputs = self.weight.shape
+        numbers = torch.empty(outputs, stored_columns(base, inputs), dtype=torch.int8, device=self.weight.device)
         self.weight = nn.Parameter(numbers, requires_grad=False)
-
-
-def dequantised(numbers: Tensor, scales: Tensor) -> Tensor:
-    """The rows of a weight in 8 bits, [n, in], in the precision of their scales [n]."""
-    return numbers.to(scales.dtype, copy=True).mul_(scales[:, None])
 
 
 class Linears(nn.Module):
@@ -354,7 +352,7 @@ class AdaptedLinear(Adapted, Linear):
 
 
 def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
-    """Replace the maps of a decoder that have adapters in its blueprint, and narrow those with a base in 8 bits."""
+    """Replace the maps of a decoder that have adapters in its blueprint, and narrow those with a base in fewer bits."""
     for parameter in whole.parameters():
         if parameter.name.endswith(f".{A}"):
             owner, _, leaf = parameter.name.removesuffix(f".{A}").rpartition(".")
@@ -363,7 +361,7 @@ def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
             assert isinstance(base, Linear)
             setattr(parent, leaf, AdaptedLinear(base, parameter.shape[0], scale))
     for parameter in whole.parameters():
-        if parameter.dtype:
+        if is_narrow(parameter):
             module = decoder.get_submodule(parameter.name.rpartition(".")[0])
             assert isinstance(module, Linear)
-            module.narrow()
+            module.narrow(parameter.dtype)

@@ -14,8 +14,13 @@ from shardwise.layout import pipeline
 from shardwise.layout.keys import KEYS, changed, defaults, goes_with
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import check_own
+from shardwise.layout.tensor import split_dim
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
+from shardwise.model.adapters import is_narrow
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.lora import NF4, block_inputs
+from shardwise.model.parameters import blueprint
 
 
 def valid_tp(model: ModelConfig, limit: int = 1024) -> list[int]:
@@ -121,20 +126,29 @@ def check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None
         if "unadapted" in key.marks:
             raise LayoutError(f"{key.text(value)} does not go with the adapters of {model.name} yet: leave it out")
     if model.lora and model.lora.base:
-        check_narrow_base(layout)
+        check_narrow_base(layout, blueprint(model))
     if layout.pp > 1 and pipeline.splits_backward(layout.schedule):
         raise LayoutError(
             f"schedule={layout.schedule} computes gradients of weights apart, of which adapters have few: choose 1f1b"
         )
 
 
-def check_narrow_base(layout: Layout) -> None:
-    """Raise `LayoutError` for what frozen weights in 8 bits cannot have."""
-    if layout.params_on_disk:
-        raise LayoutError(
-            "offload_params=nvme keeps parameters of one width on disk, and base=int8 has two: choose "
-            "offload_params=cpu"
-        )
+def check_narrow_base(layout: Layout, whole: Blueprint) -> None:
+    """Raise `LayoutError` for what frozen weights in fewer bits cannot have."""
+    for parameter in (p for part in whole.parts for p in part.parameters if is_narrow(p)):
+        base, inputs = parameter.dtype, parameter.shape[1]
+        if layout.params_on_disk:
+            raise LayoutError(
+                f"offload_params=nvme keeps parameters of one width on disk, and base={base} has two: choose "
+                "offload_params=cpu"
+            )
+        block, cut = block_inputs(base), layout.tp if split_dim(parameter, layout) == 1 else 1
+        if base == NF4 and inputs % (block * cut):
+            held = f"{inputs / cut:g} inputs on a rank of tp={cut}" if cut > 1 else f"{inputs} inputs"
+            raise LayoutError(
+                f"lora: base={base}: {parameter.name} has {held}, and a scale is of {block}: choose "
+                + ("a smaller tp, or base=fp8" if cut > 1 else "base=fp8")
+            )
 
 
 def _ranks_in_words(layout: Layout) -> str:

@@ -94,8 +94,7 @@ def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int
 def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) -> None:
     """Raise `LayoutError` for a layout that does not suit these parameters, or a pipeline that has no schedule for
     these blocks and micro-batches."""
-    if any(p.dtype for p in blueprint.parameters()):
-        check_narrow_base(layout)
+    check_narrow_base(layout, blueprint)
     if layout.pp == 1:
         return
     pipeline.stages(blueprint, layout)

@@ -11,6 +11,7 @@ from shardwise.layout.axes import KV, TP, Axes
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor import split_dim
 from shardwise.model import ModelConfig
+from shardwise.model.adapters import stored
 from shardwise.model.blueprint import Cut, Parameter
 from shardwise.ops.cache_shape import CacheShape
 from shardwise.records import dataclass
@@ -52,7 +53,7 @@ class Placed:
     def of(self, parameter: Parameter) -> "Placed":
         """Another parameter of the same shape and cut."""
         return Placed(
-            parameter, self.kind, self.shape, self.box, self.dims, self.replicas, self.sum_over, self.boxes,
+            stored(parameter), self.kind, self.shape, self.box, self.dims, self.replicas, self.sum_over, self.boxes,
             self.module_shape,
         )  # fmt: skip
 
@@ -75,8 +76,9 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int = 0) 
 
     A dim that tp does not divide is padded to equal pieces of ceil(n / tp) (vocabulary, feed-forward width); key/value
     heads fewer than tp are replicated over tp / kv_heads neighbouring ranks, so that each holds the one its query
-    heads use.
+    heads use. A weight in fewer bits is cut as the bytes that it is stored in.
     """
+    parameter = stored(parameter)
     if parameter.cut == "expert":
         return _place_experts(parameter, layout, tp_rank, ep_rank)
     kind, tp, dim = parameter.cut, layout.tp, split_dim(parameter, layout)

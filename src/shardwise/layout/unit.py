@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 from shardwise.layout.axes import Axes
 from shardwise.layout.placement import Placed
 from shardwise.layout.wire import PackedRun, packed_runs
-from shardwise.model.lora import INT8
 from shardwise.records import dataclass
 
 Backend = Literal["gloo", "nccl", "shared", "staged"]
@@ -173,6 +172,6 @@ def frozen_of(name: str) -> str:
     return f"{name}.frozen"
 
 
-def int8_of(name: str) -> str:
-    """Name of the unit of frozen matrices in 8 bits, beside the unit of this name."""
-    return f"{name}.{INT8}"
+def narrow_of(name: str) -> str:
+    """Name of the unit of frozen matrices in fewer bits, beside the unit of this name."""
+    return f"{name}.narrow"

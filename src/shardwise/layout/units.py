@@ -6,7 +6,7 @@ parameters are ordered by what must happen to their gradients, so that each trea
     [ split over tp | gradient summed over kv replicas | gradient summed over tp | replicated ]
 
 Parameters that are frozen are units of their own beside the trained ones: they have no gradients and no optimizer
-state, and below stage 3 every rank has them whole. Frozen matrices in 8 bits are a third unit, of bytes.
+state, and below stage 3 every rank has them whole. Frozen matrices in fewer bits are a third unit, of bytes.
 
 A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pieces, the last ones padded.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from math import ceil
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -30,12 +29,12 @@ from shardwise.layout.local_parts import LocalParts
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.pipeline import RankSchedule
 from shardwise.layout.placement import Placed, place
-from shardwise.layout.unit import Backend, Hop, Unit, device_of, experts_of, frozen_of, int8_of
+from shardwise.layout.unit import Backend, Hop, Unit, device_of, experts_of, frozen_of, narrow_of
 from shardwise.layout.wire import WIRE_DTYPE
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Blueprint, Parameter, PartKind
-from shardwise.model.lora import INT8, NF4, NF4_BYTES
+from shardwise.model.blueprint import Blueprint, PartKind
+from shardwise.model.lora import INT8
 from shardwise.model.parameters import Model, blueprint
 from shardwise.ops.fusion import FusedForm, fused_form
 from shardwise.records import dataclass
@@ -135,8 +134,7 @@ class UnitPlan:
             narrow = [p for p in of if p.parameter.dtype]
             found += [self._unit(name, trained, slot)] if trained else []
             found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
-            dtype = "uint8" if narrow and narrow[0].parameter.dtype == NF4 else INT8
-            found += [self._frozen_unit(int8_of(name), narrow, f"{slot} int8", dtype)] if narrow else []
+            found += [self._frozen_unit(narrow_of(name), narrow, f"{slot} narrow", INT8)] if narrow else []
         for still in (False, True):
             if some := [p for p in experts if p.parameter.frozen == still]:
                 found.append(self._experts_unit(part, some, still))
@@ -146,7 +144,7 @@ class UnitPlan:
         """Its share of a part's parameters: of equal parts all but the names is the same."""
         parameters, of = self.blueprint.parameters_of(part), id(self.blueprint.part(part))
         if of not in self._first_placed:
-            placed = [place(_stored(p), self.layout, self.tp_rank, self.ep_rank) for p in parameters]
+            placed = [place(p, self.layout, self.tp_rank, self.ep_rank) for p in parameters]
             self._first_placed[of] = placed
             return placed
         return [first.of(p) for first, p in zip(self._first_placed[of], parameters, strict=True)]
@@ -234,7 +232,7 @@ class UnitPlan:
 
     def units_of(self, part: str) -> list[Unit]:
         """The units whose weights `part` reads."""
-        names = [part, frozen_of(part), int8_of(part), experts_of(part), frozen_of(experts_of(part))]
+        names = [part, frozen_of(part), narrow_of(part), experts_of(part), frozen_of(experts_of(part))]
         if part in self.blueprint.sharing:
             names = ["tied", frozen_of("tied"), *names]
         return [self.by_name[name] for name in names if name in self.by_name]
@@ -296,14 +294,6 @@ class UnitPlan:
     def reductions(self) -> int:
         """Times that a step sums full gradients: after each micro-batch from stage 2 on."""
         return self.micro_batches if self.layout.stage >= 2 else 1
-
-
-def _stored(parameter: Parameter) -> Parameter:
-    """A parameter whose elements are those of its storage: bytes, of one in 4 bits with its scales."""
-    if parameter.dtype != NF4:
-        return parameter
-    outputs, inputs = parameter.shape
-    return replace(parameter, shape=(outputs, ceil(inputs * NF4_BYTES)))
 
 
 def usual_backend(cluster: Cluster | None) -> Backend:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.blueprint import Blueprint, Cut, ForeignSlice, Parameter, Part
-from shardwise.model.lora import INT8, Lora
+from shardwise.model.lora import INT8, Lora, scale_elements, stored_columns
 from shardwise.model.operations import AttentionCore, Elementwise, Operation
 
 A, B = "lora_a", "lora_b"
 """Last names of an adapter's parameters: [rank, inputs] and [outputs, rank]."""
 SCALE = "weight_scale"
-"""Last name of the scales [outputs] of a weight in 8 bits: a row is numbers x scale."""
+"""Last name of the scales beside a weight in fewer bits (`lora.scale_elements`)."""
 PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight"}
 """Their last names in `peft`'s files."""
 PEFT_TRUNK = "base_model.model."
@@ -19,7 +19,7 @@ PEFT_TRUNK = "base_model.model."
 
 
 def scale_of(weight: str) -> str:
-    """Name of the scales of a weight in 8 bits."""
+    """Name of the scales of a weight in fewer bits."""
     return f"{weight.removesuffix('weight')}{SCALE}"
 
 
@@ -74,8 +74,8 @@ def _adapted(part: Part, lora: Lora) -> Part:
     weights: list[Parameter] = []
     for p in part.parameters:
         weights.append(replace(p, frozen=True, dtype=lora.base if p.name in narrow else ""))
-        if p.name in narrow and lora.base == INT8:
-            weights.append(_scales(p))
+        if p.name in narrow:
+            weights.append(_scales(p, lora.base))
         if p.name in ranks:
             weights += _factors(p, lora.rank)
     operations = tuple(_operations(part, [(p.shape, ranks.get(p.name, 0)) for p in maps], lora.base))
@@ -102,16 +102,30 @@ def _operations(part: Part, ranks: list[tuple[tuple[int, ...], int]], base: str)
             yield replace(operation, frozen=True)
 
 
-def _scales(weight: Parameter) -> Parameter:
-    """The scales of a weight in 8 bits, cut with its outputs. Those of whole rows, however its inputs are cut."""
-    whole = weight.cut in ("row", "replicated")
+def is_narrow(parameter: Parameter) -> bool:
+    """Whether it is a weight in fewer bits."""
+    return bool(parameter.dtype) and not is_scale(parameter.name)
+
+
+def stored(parameter: Parameter) -> Parameter:
+    """A parameter whose elements are those of its storage: of a weight in fewer bits its bytes."""
+    if not is_narrow(parameter):
+        return parameter
+    return replace(parameter, shape=(parameter.shape[0], stored_columns(parameter.dtype, parameter.shape[1])))
+
+
+def _scales(weight: Parameter, base: str) -> Parameter:
+    """The scales of a weight. Of int8 they are of whole rows, and cut with its outputs; else every rank has them all: a
+    block may be on several ranks."""
+    whole = base != INT8 or weight.cut in ("row", "replicated")
     return Parameter(
         scale_of(weight.name),
-        weight.shape[:1],
+        (scale_elements(base, *weight.shape),),
         decay=False,
         cut="replicated" if whole else weight.cut,
         heads=0 if whole else weight.heads,
         frozen=True,
+        dtype="" if base == INT8 else base,
     )
 
 

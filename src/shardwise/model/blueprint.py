@@ -131,7 +131,7 @@ class Parameter:
     """Of stacked experts: maps whose outputs each expert's rows are, end to end. The width is split in each of them; it
     is columns where this is 0."""
     dtype: str = ""
-    """Its dtype where that is not the layout's: int8, of a frozen matrix beside a scale per output, or nf4."""
+    """Format of a frozen matrix, and of its scales, that is not the layout's precision (`lora.BASES`)."""
     sees_shards: bool = False
     """Of a user's module: whether it sees shards of sequences under sequence parallelism."""
     stored: str = ""

@@ -1,5 +1,6 @@
 """`Lora`: low-rank adapters of a model's linear maps, as a few numbers and a text (Hu et al. 2021)."""
 
+from math import ceil
 from typing import Self, TypeVar
 
 from shardwise.errors import UserError, did_you_mean
@@ -8,13 +9,12 @@ from shardwise.records import dataclass
 
 MOST_RANK = 1 << 16
 """Largest rank: more than any model's width."""
-INT8 = "int8"
-"""dtype of a frozen base in 8 bits (Dettmers et al. 2023, QLoRA, with one scale per output in place of NF4)."""
-NF4 = "nf4"
-"""dtype of a frozen base in 4 bits (QLoRA's own), which is counted and not trained here yet."""
-NF4_BYTES = weight_format(NF4).width
-"""Bytes per weight: half of one, a scale in 8 bits per 64 weights, and one in fp32 per 256 scales."""
-BASES = (INT8, NF4)
+INT8, NF4, FP8 = "int8", "nf4", "fp8"
+BASES = {INT8: weight_format(INT8), NF4: weight_format(NF4), FP8: weight_format("fp8-block128x128")}
+"""Formats of a frozen base: int8 with a scale per output, in the layout's precision; QLoRA's NF4 with double
+quantization (Dettmers et al. 2023); e4m3 with a scale in fp32 per 128 x 128 weights (DeepSeek-V3)."""
+NESTED = 256
+"""Scales of NF4 that share a second one."""
 _KEYS = ("rank", "alpha", "targets", "base")
 N = TypeVar("N", int, float)
 
@@ -33,7 +33,7 @@ class Lora:
     targets: tuple[str, ...] = ()
     """Names of the maps, ours (`q`) or Hugging Face's (`q_proj`); empty for all linear maps of the blocks."""
     base: str = ""
-    """dtype of the frozen weights of the blocks' linear maps: int8, nf4, or empty for the layout's precision."""
+    """Format of the frozen weights of the blocks' linear maps, of `BASES`; empty for the layout's precision."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MOST_RANK:
@@ -46,13 +46,6 @@ class Lora:
             raise UserError(f"lora: targets must be names of linear maps, not {self.targets!r}")
         if self.base not in ("", *BASES):
             raise UserError(f"lora: base={self.base} is not supported; {did_you_mean(str(self.base), BASES, 'bases:')}")
-
-    def check_trains(self) -> None:
-        """Raise `UserError` for a base that is counted only."""
-        if self.base == NF4:
-            raise UserError(
-                "lora: base=nf4 is counted by estimate and plan, and not trained here yet: choose base=int8"
-            )
 
     @property
     def scale(self) -> float:
@@ -71,7 +64,7 @@ class Lora:
                 raise UserError(f"lora: {word!r}: give {key} one value, as in rank=16,alpha=32,targets=q_proj+v_proj")
             values[key] = value
         if "rank" not in values:
-            why = ": weights in 8 bits have no gradients, so that only adapters train" if "base" in values else ""
+            why = ": weights in 8 or 4 bits have no gradients, so that only adapters train" if "base" in values else ""
             raise UserError(f"lora: rank is missing: give rank=16{why}")
         targets = values.get("targets", "")
         return cls(
@@ -86,6 +79,27 @@ class Lora:
         words = [f"rank={self.rank}", f"alpha={short if float(short) == self.alpha else repr(self.alpha)}"]
         words += [f"targets={'+'.join(self.targets)}"] if self.targets else []
         return ",".join([*words, f"base={self.base}"] if self.base else words)
+
+
+def block_inputs(base: str) -> int:
+    """Inputs that share a scale; 0: all of them."""
+    form = BASES[base]
+    return form.block[1] if form.block else form.group
+
+
+def stored_columns(base: str, inputs: int) -> int:
+    """Bytes of a row of a matrix. NF4 has a block's scale, of a byte, behind its weights."""
+    form = BASES[base]
+    return int(inputs * form.each) + (inputs // form.group if form.group else 0)
+
+
+def scale_elements(base: str, outputs: int, inputs: int) -> int:
+    """Elements of the scales beside a matrix: one per output, or the bytes of numbers in fp32. Of NF4 these are the
+    mean of the blocks' scales, and the second scales."""
+    form = BASES[base]
+    if form.block:
+        return 4 * ceil(outputs / form.block[0]) * ceil(inputs / form.block[1])
+    return 4 * (1 + ceil(outputs * inputs / form.group / NESTED)) if form.group else outputs
 
 
 def _number(text: str, key: str, kind: type[N]) -> N:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shardwise.model import mechanisms
-from shardwise.model.adapters import with_adapters
+from shardwise.model.adapters import is_scale, with_adapters
 from shardwise.model.blueprint import Blueprint, ForeignSlice, Parameter, Part, PartKind
 from shardwise.model.config import ModelConfig
 from shardwise.model.families import family_of
@@ -81,8 +81,9 @@ def count_trained(config: Model) -> tuple[int, int]:
 def count_parts(config: Model) -> tuple[int, int, int]:
     """(all, blocks, active for one token): `blocks` leaves out embedding, final norm and head."""
     parts = blueprint(config).parts
-    everything = sum(part.count * part.numel for part in parts)
-    blocks = sum(part.count * part.numel for part in parts if part.kind == "block")
+    sizes = [part.count * sum(p.numel for p in part.parameters if not is_scale(p.name)) for part in parts]
+    everything = sum(sizes)
+    blocks = sum(size for part, size in zip(parts, sizes, strict=True) if part.kind == "block")
     routed = sum(part.count * p.numel for part in parts for p in part.parameters if p.cut == "expert")
     e = config.experts
     return everything, blocks, everything - (routed // e.count * (e.count - e.active) if e else 0)

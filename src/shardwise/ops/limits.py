@@ -32,12 +32,19 @@ WIDE_OUTPUTS = 8192
 """Rows of an 8-bit matrix per block that is converted to 16 or 32 bits."""
 
 DENSE = 1 << 24
-"""Elements of a frozen 8-bit matrix that a training step converts at a time."""
+"""Elements of a frozen matrix in fewer bits that a training step converts at a time."""
 
 
 def dense_rows(outputs: int, inputs: int) -> int:
-    """Rows of a frozen 8-bit matrix [outputs, inputs] per block that is converted."""
+    """Rows of a frozen matrix [outputs, inputs] in fewer bits per block that is converted."""
     return max(1, min(outputs, DENSE // inputs))
+
+
+def converted_bytes(base: str, element: int) -> int:
+    """Bytes per element of such a block while it is converted to `element` bytes: of all but int8 by way of fp32, of
+    NF4 from numbers of 4 bytes for two elements."""
+    through = 4 + (element if element != 4 else 0)
+    return {"int8": element, "nf4": max(6, through)}.get(base, through)
 
 
 def row_int8_bytes(outputs: int, inputs: int, *, width: int) -> int:

@@ -7,9 +7,8 @@ A low-rank adapter is part of its map: it reads the same input and adds to the o
 that it needs no communication of its own. Its inner product is computed again in backward. A map without trained
 weights saves no input.
 
-Products with a frozen matrix in 8 bits: its rows are converted to the precision of the inputs block by block.
-
-Forward and backward multiply with the same converted numbers, so that gradients are those of W = numbers x scale.
+Products with a frozen matrix in fewer bits: its rows are converted to the precision of the inputs block by block.
+Forward and backward multiply with the same converted numbers.
 
 Linear maps of a block by hand, forward and backward: several of one input as one product, and row-parallel ones.
 
@@ -27,35 +26,36 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import SharedKey
+from shardwise.decoder.bases import FrozenBase
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.modules import Adapted, Linear, Linears, Lookup, TiedLinear, dequantised
+from shardwise.decoder.modules import Adapted, Linear, Linears, Lookup, TiedLinear
 from shardwise.ops.context import Around, OpContext
 from shardwise.ops.gradients import GradSlot, grad_slot
 from shardwise.ops.limits import dense_rows
 
 
-def int8_linear(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b. x: [..., in]; numbers: int8 [out, in]; scales: [out], in the precision of x."""
+def narrow_linear(x: Tensor, base: FrozenBase, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b. x: [..., in]; numbers, scales: of W, as `base` says."""
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(len(rows), len(numbers))
-    step = dense_rows(*numbers.shape)
+    step = dense_rows(len(numbers), rows.shape[1])
     for start in range(0, len(numbers), step):
-        part = slice(start, start + step)
-        dense = dequantised(numbers[part], scales[part])
-        torch.mm(rows, dense.t(), out=y[:, part])
+        dense = base.dense(numbers, scales, x.dtype, start, start + step)
+        torch.mm(rows, dense.t(), out=y[:, start : start + step])
         del dense  # before the next one is made
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], -1)
 
 
-def int8_input_gradient(dy: Tensor, numbers: Tensor, scales: Tensor, dx: Tensor | None = None) -> Tensor:
+def narrow_input_gradient(
+    dy: Tensor, base: FrozenBase, numbers: Tensor, scales: Tensor, dx: Tensor | None = None
+) -> Tensor:
     """dy W [T, in], added to `dx` where that is given. dy: [T, out]."""
-    step = dense_rows(*numbers.shape)
+    step = dense_rows(len(numbers), base.columns(numbers))
     for start in range(0, len(numbers), step):
-        part = slice(start, start + step)
-        dense = dequantised(numbers[part], scales[part])
-        dx = dy[:, part] @ dense if dx is None else dx.addmm_(dy[:, part], dense)
+        dense, columns = base.dense(numbers, scales, dy.dtype, start, start + step), dy[:, start : start + step]
+        dx = columns @ dense if dx is None else dx.addmm_(columns, dense)
         del dense
     assert dx is not None
     return dx
@@ -97,8 +97,8 @@ class _Maps:
 
     def product(self, module: Map, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs [..., out] of a map."""
-        scales = _scales(module)
-        y = F.linear(x, self.matrix(weight), bias) if scales is None else int8_linear(x, weight, scales, bias)
+        stored = _stored(module)
+        y = narrow_linear(x, stored[0], weight, stored[1], bias) if stored else F.linear(x, self.matrix(weight), bias)
         if isinstance(module, Adapted):
             a, b = module.factors
             as_rows(y).addmm_(as_rows(x) @ a.t(), b.t(), alpha=module.scale)
@@ -106,8 +106,8 @@ class _Maps:
 
     def input_gradient(self, module: Map, dy: Tensor, weight: Tensor, dx: Tensor | None) -> Tensor:
         """The gradient of a map's input [T, in] from that of its outputs, added to `dx` where that is given."""
-        if (scales := _scales(module)) is not None:
-            return int8_input_gradient(dy, weight, scales, dx)
+        if stored := _stored(module):
+            return narrow_input_gradient(dy, stored[0], weight, stored[1], dx)
         matrix = self.matrix(weight)
         return dy @ matrix if dx is None else dx.addmm_(dy, matrix)
 
@@ -122,8 +122,10 @@ class _Maps:
             grad_slot(a).add_product((dy @ b).mul_(module.scale).t(), columns)
 
 
-def _scales(module: Map) -> Tensor | None:
-    return getattr(module, "weight_scale", None)
+def _stored(module: Map) -> tuple[FrozenBase, Tensor] | None:
+    """How a weight in fewer bits is stored, and its scales."""
+    base = getattr(module, "frozen_base", None)
+    return base and (base, module.get_parameter("weight_scale"))
 
 
 class _Linear(torch.autograd.Function):

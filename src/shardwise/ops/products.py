@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.decoder.bases import quantise
 from shardwise.ops.limits import WIDE_OUTPUTS, row_int8_bytes
 
 _FEW = 32
@@ -78,18 +79,3 @@ def widened(rows: Tensor, numbers: Tensor) -> Tensor:
     for into, some in zip(y.split(WIDE_OUTPUTS, 1), numbers.split(WIDE_OUTPUTS), strict=True):
         into.copy_(F.linear(rows, some.to(rows.dtype)))
     return y
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [out, in], scales [out] in the weight's dtype): rows of W are numbers x scale, the nearest there are."""
-    scales = row_scales(weight.abs().amax(1), weight.dtype)
-    return rounded(weight, scales[:, None]), scales
-
-
-def row_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    return (largest.float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(dtype)
-
-
-def rounded(elements: Tensor, scales: Tensor) -> Tensor:
-    """The nearest int8 numbers x scale of some elements, each with its row's scale."""
-    return (elements.float() / scales.float()).round_().clamp_(-127, 127).to(torch.int8)

@@ -26,7 +26,7 @@ from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.unit import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.lora import INT8, NF4
+from shardwise.model.lora import BASES
 from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, RankBound
 from shardwise.planner.space import ON_DEVICE, BatchChoice, LayoutColumns, Space
@@ -193,7 +193,8 @@ def state_floor(space: Space) -> float:
     if homes != ON_DEVICE or not isinstance(model, ModelConfig) or space.engine.name not in OWN:
         return 0.0
     trained = count_trained(model)[0]
-    frozen = (count(model) - trained) * {INT8: 1.0, NF4: 0.5}.get(model.lora.base if model.lora else "", WEIGHT)
+    base = model.lora.base if model.lora else ""
+    frozen = (count(model) - trained) * (BASES[base].each if base else WEIGHT)
     return (trained * (state_bytes("bf16", space.workload.optimizer) + WEIGHT) + frozen) / space.cluster.devices
 
 

@@ -17,7 +17,7 @@ from shardwise.arrays import Array, Num
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
 from shardwise.layout.placement import place
-from shardwise.layout.unit import Backend, Unit, frozen_of, int8_of
+from shardwise.layout.unit import Backend, Unit, frozen_of, narrow_of
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
@@ -130,7 +130,7 @@ class RankBound:
         ranks: Any = frame.columns["shard"][0]
         first, last = place == 0, place == frame.pp - 1
         here = {"embedding": first, "tied": first or last, "blocks.0": True, "head": last}
-        beside = frozen_of(""), int8_of("")
+        beside = frozen_of(""), narrow_of("")
         there = [u for name, u in units.items() if here[name.removesuffix(beside[0]).removesuffix(beside[1])]]
         cut = {unit.name: replace(unit, shard_ranks=ranks) for unit in there}
         self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items() if not unit.frozen}
@@ -180,7 +180,7 @@ class RankBound:
         for name, unit in self.frozen.items():
             width = DTYPE_BYTES[unit.dtype] if unit.dtype else WEIGHT
             of_one = np.where(self.stage == 3, unit.shard_numel, unit.numel) * width
-            total = total + of_one * (self.layers if name in (frozen_of("blocks.0"), int8_of("blocks.0")) else 1)
+            total = total + of_one * (self.layers if name in (frozen_of("blocks.0"), narrow_of("blocks.0")) else 1)
         return total
 
     @property

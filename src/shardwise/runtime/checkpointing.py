@@ -57,7 +57,7 @@ from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.pipeline.program import StepProgram
 from shardwise.runtime.residual_state import RESIDUAL, average_residuals, folded_residuals, restore_residuals
-from shardwise.runtime.zero.flat_unit import Int8Values
+from shardwise.runtime.zero.flat_unit import BaseValues
 
 MOMENTUM, ERROR = "outer", "outer_error"
 """Kinds of the stored tensors of each parameter: outer momentum, and what packed outer gradients have lost."""
@@ -352,7 +352,7 @@ def start_from(program: StepProgram, weights: HuggingFaceWeights) -> None:
         program.comms.pulse.work(f"the reading of {held.name}")
         values = weights.read(f"model/{held.name}", held.local, plan.dtypes.master)
         flat.put(held.start - flat.start, torch.from_numpy(values))
-    base = Int8Values(plan, partial(_whole_values, program, weights, {}))
+    base = BaseValues(plan, partial(_whole_values, program, weights, {}))
     for flat in program.engine.units.values():
         if flat.unit.frozen:
             flat.fill_frozen(base, lambda p: bool(p.dtype) or is_scale(p.name))

@@ -6,8 +6,7 @@ time needs no list of moments to choose from.
 
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
-from shardwise.model.lora import NF4
-from shardwise.ops.limits import dense_rows
+from shardwise.ops.limits import converted_bytes, dense_rows
 from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.sizes import MapInputs, Sizes, query_norms, recomputes_activation, shared_width
@@ -207,10 +206,8 @@ class BlockTensors:
         self._scattered()
 
     def _dense(self, outputs: int, inputs: int) -> int:
-        """Bytes of the block of a weight in 8 bits that is converted at a time; of one in 4 bits that is all of it."""
-        if not self.base:
-            return 0
-        return (outputs if self.base == NF4 else dense_rows(outputs, inputs)) * inputs * self.s.element
+        """Bytes of the block of a weight in fewer bits that is converted at a time."""
+        return dense_rows(outputs, inputs) * inputs * converted_bytes(self.base, self.s.element) if self.base else 0
 
     def _output_of(self, nbytes: int, inputs: int) -> None:
         """A map's output; where the ranks' parts are gathered, beside these parts as they come and a rank's own."""

@@ -14,6 +14,7 @@ import numpy as np
 from shardwise.arrays import Num
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
+from shardwise.model.lora import BASES, INT8, NF4
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
@@ -136,8 +137,11 @@ class PartSeconds:
             self.launches["backward"] = self.launches["backward"] + 1
 
     def dense(self, wide: Num, deep: Num, operation: LinearOp, shape: Shape) -> None:
-        """Frozen matrices in 8 bits, which each pass converts and then scales in place (`ops/linear.py`)."""
-        moved, kernels = wide * deep * (WIDTH[operation.base] + 3 * shape.width), 2 * len(operation.outputs)
+        """Frozen matrices in fewer bits, which a pass converts and then scales in place; all but int8 in fp32, and
+        NF4 from numbers of 4 bytes for two elements (`decoder/bases.py`)."""
+        wide_passes = {INT8: 3 * shape.width, NF4: 16 + 4 + shape.width}.get(operation.base, 12 + 4 + shape.width)
+        kernels = {INT8: 2, NF4: 8}.get(operation.base, 5) * len(operation.outputs)
+        moved = wide * deep * (BASES[operation.base].width + wide_passes)
         self.memory(moved, moved, (kernels, kernels))
 
     def adapter(self, tokens: Num, wide: Num, deep: Num, rank: int, shape: Shape) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 from shardwise.arrays import Num
 from shardwise.errors import UserError
 from shardwise.model.formats import FORMS
-from shardwise.model.lora import NF4, NF4_BYTES
 from shardwise.predict.time.constants import Constants
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ SPLITS = (1, 2, 4, 8)
 """Parts that the contracted dimension is cut into where there are too few tiles for the device."""
 
 _NUMBERS = ("fp32", "bf16", "fp16", "fp8", "int8", "nvfp4", "int4")
-WIDTH = {FORMS[name].dtype: FORMS[name].nbytes for name in _NUMBERS} | {NF4: NF4_BYTES}
+WIDTH = {FORMS[name].dtype: FORMS[name].nbytes for name in _NUMBERS}
 """Bytes an element of each data type."""
 
 

@@ -140,8 +140,6 @@ class TrainConfig(Json):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.model.lora:
-            self.model.lora.check_trains()
         if self.slow or self.emulate is not None:
             self._check_slow()
         if self.save_async and self.layout.uses_disk:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.decoder.bases import FrozenBase
 from shardwise.decoder.modules import Adapted
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.adapters import SCALE, A, B, stacked_target
@@ -107,9 +108,8 @@ def stacks_of(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> None:
     """Freeze a module, and give adapters to its `nn.Linear` maps with a last name among `lora.targets`, and to stacked
     experts with the last two names; without these to all maps but the output head of a `transformers` model. With
-    `lora.base` all `nn.Linear` in `blocks` (paths) have room for scales, and `split` keeps their weights in 8 bits.
+    `lora.base` all `nn.Linear` in `blocks` (paths) have room for scales, and `split` keeps their weights in fewer bits.
     Raises `UserError` for an unknown name."""
-    lora.check_trains()
     head = getattr(module, "get_output_embeddings", lambda: None)()
     maps = {name: child for name, child in module.named_modules(remove_duplicate=False) if type(child) is nn.Linear}
     stacks = stacks_of(module)
@@ -139,14 +139,14 @@ def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> N
         _start(module.get_submodule(name), name)
     if lora.base:
         inside = [name for name in maps if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
-        _add_scales(module, [made.get(maps[name], maps[name]) for name in inside])  # type: ignore[misc]
+        _add_scales(module, [made.get(maps[name], maps[name]) for name in inside], lora.base)
 
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> None:
     """Add the adapters of a module to its weights, and leave them out of its state."""
     for child in module.modules():
-        child._parameters.pop(SCALE, None)  # of a base in 8 bits, which is whole again
+        child._parameters.pop(SCALE, None)  # of a base in fewer bits, which is whole again
         if isinstance(child, AdaptedMap):
             child.weight.addmm_(child.lora_b, child.lora_a, alpha=child.scale)
             del child.lora_a, child.lora_b
@@ -172,16 +172,15 @@ def _start(adapted: nn.Module, name: str) -> None:
         adapted.reset_factors(torch.Generator(device).manual_seed(zlib.crc32(name.encode())))  # type: ignore[operator]
 
 
-def _add_scales(module: nn.Module, maps: list[nn.Linear]) -> None:
-    """Room for the scales of weights in 8 bits: of all maps whose weight no other kind of module reads. Raises
+def _add_scales(module: nn.Module, maps: list[nn.Module], base: str) -> None:
+    """Room for the scales of weights in fewer bits: of all maps whose weight no other kind of module reads. Raises
     `UserError` where there is none."""
     own = {id(child) for child in maps}
     others = {id(p) for child in module.modules() if id(child) not in own for p in child._parameters.values()}
-    scales: dict[Tensor, nn.Parameter] = {}
+    first: dict[nn.Parameter, nn.Module] = {}
     for child in maps:
-        weight = child.weight
-        if id(weight) not in others:
-            made = nn.Parameter(weight.new_ones(child.out_features), requires_grad=False)
-            child.register_parameter(SCALE, scales.setdefault(weight, made))
-    if not scales:
-        raise UserError(f"lora: base=int8: no block of {type(module).__name__} has an nn.Linear: leave base out")
+        if id(weight := child.get_parameter("weight")) not in others:
+            FrozenBase.narrow(child, base, weight.dtype)
+            child.register_parameter(SCALE, first.setdefault(weight, child).get_parameter(SCALE))
+    if not first:
+        raise UserError(f"lora: base={base}: no block of {type(module).__name__} has an nn.Linear: leave base out")

@@ -286,11 +286,11 @@ def _parameter(
 ) -> Parameter:
     """name: inside its part; aliases: all global ones."""
     cuts: dict[Cut, str] = {}
-    partial = transposed = False
+    partial, transposed, dtype = False, False, _narrow(module, aliases)
     for alias in aliases:
         owner, _, leaf = alias.rpartition(".")
         style = styles.get(owner, MapStyle())
-        cut = _cut(style, leaf)
+        cut = "replicated" if leaf == SCALE and dtype else _cut(style, leaf)
         transposed = _is_transposed(module, alias, parameter)
         partial = partial or style.partial
         partial = partial or _sees_part(style, leaf)
@@ -301,7 +301,7 @@ def _parameter(
     if len(cuts) > 1:
         both = ", ".join(f"{alias} by {cut}" for cut, alias in cuts.items())
         raise UserError(f"plan: one parameter is cut in two ways: {both}; give its modules styles that agree")
-    full, dtype = tuple(parameter.shape), _narrow(module, aliases)
+    full = tuple(parameter.shape)
     shape = full if len(full) < 3 else (prod(full[:-1]), full[-1])
     return Parameter(
         name, shape, decay=len(full) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed,
@@ -310,9 +310,10 @@ def _parameter(
 
 
 def _narrow(module: nn.Module, aliases: Sequence[str]) -> str:
-    """int8 for a weight beside which there are scales, else empty."""
+    """Format of a weight beside which there are scales, and of scales that are bytes; else empty."""
     owner, _, leaf = aliases[0].rpartition(".")
-    return INT8 if leaf == "weight" and SCALE in module.get_submodule(owner)._parameters else ""
+    base = getattr(module.get_submodule(owner), "frozen_base", None)
+    return base.name if base and (leaf == "weight" or (leaf == SCALE and base.name != INT8)) else ""
 
 
 def _cut(style: MapStyle, leaf: str) -> Cut:

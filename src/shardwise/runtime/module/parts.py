@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -158,7 +159,7 @@ class PartRunner(Runner):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision. Raises `UserError` where its
-        code reads a weight that is in 8 bits."""
+        code reads a weight that is in fewer bits."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
         try:
             forward: Callable[..., Any] = self.module if self.rows is None else partial(self.rows.run, self.module)
@@ -174,11 +175,12 @@ class PartRunner(Runner):
                     "what a stage of the pipeline takes is changed in place (as by x += 1): write x = x + 1, or leave "
                     "pp out"
                 ) from error
-            # torch's name of int8
-            if any(unit.dtype for unit in self.plan.units) and "char" in str(error).lower():
+            base = next((p.dtype for p in self.plan.blueprint.parameters() if p.dtype), "")
+            # torch's name of int8, or a shape that is that of bytes
+            if base and re.search("char|mat1 and mat2", str(error).lower()):
                 raise UserError(
-                    "lora: base=int8: the module's own code reads a linear map's weight, which is in 8 bits: call the "
-                    "map, or leave base out"
+                    f"lora: base={base}: the module's own code reads a linear map's weight, which is in fewer bits: "
+                    "call the map, or leave base out"
                 ) from error
             raise
 

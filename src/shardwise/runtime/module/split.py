@@ -75,7 +75,7 @@ def split(
     patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
     stage, what comes after them on the last.
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
-    "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer:
+    "rank=16,targets=q_proj+v_proj"; with "base=nf4" the linear maps of its blocks are kept in 4 bits. optimizer:
     AdamW's settings; `lr` is constant but for `train_step(lr=)`.
     on_nonfinite: "stop" raises `DivergedError` after a step that is not finite, which changes nothing. transport: as of
     `make_comms`. offload_dir: for the ranks' files of offload=nvme. Without a process group one is made.

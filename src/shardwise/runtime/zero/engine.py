@@ -56,6 +56,7 @@ from shardwise.layout.transport_buffers import transport_buffers
 from shardwise.layout.unit import Gather, Hop
 from shardwise.layout.units import UnitPlan
 from shardwise.layout.wire import WIRE_DTYPE
+from shardwise.model.adapters import is_narrow
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import StoredIntervals
@@ -214,6 +215,8 @@ class Engine:
                 parameter = _leaf(weight, grad_slot)
                 for module, leaf in owners[placed.name]:
                     setattr(module, leaf, parameter)
+                    if is_narrow(placed.parameter):
+                        module.frozen_base = module.frozen_base.at(placed.box)  # type: ignore[union-attr,operator]
                 if flat.unit.name == "tied" and isinstance(self.module, Decoder):
                     # A second leaf on the same memory: the head adds its gradient as soon as it has it.
                     assert isinstance(self.module.head.out, TiedLinear)

@@ -1,8 +1,7 @@
 """One unit's flat buffers on one rank: parameters, gradients, and their initial values.
 
-Values of a frozen base in 8 bits, from those of its weights.
-
-A scale is that of a whole row, so that numbers and scales are equal under every layout.
+Values of a frozen base in fewer bits, from those of its weights: of the whole matrix, so that numbers and scales are
+equal under every layout.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,16 +10,17 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardwise.decoder.bases import quantized
 from shardwise.layout.axes import Axes
 from shardwise.layout.gradients import residuals
 from shardwise.layout.homes import accumulates_on_host
 from shardwise.layout.placement import Box, Placed
 from shardwise.layout.unit import WEIGHT_BITS, Unit
 from shardwise.layout.units import UnitPlan
-from shardwise.model.adapters import is_scale, scale_of
+from shardwise.model.adapters import is_narrow, is_scale, scale_of
+from shardwise.model.lora import BASES
 from shardwise.model.parameters import Parameter
 from shardwise.ops.gradients import GradSlot
-from shardwise.ops.products import rounded, row_scales
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter, Target
 from shardwise.runtime.zero.packed_sum import Residuals
@@ -283,33 +283,36 @@ def _values_in(
     return torch.where(valid, values(placed.parameter, index), 0.0)
 
 
-class Int8Values:
-    """`Values` of a plan's parameters. values: of its weights; those without 8 bits pass through."""
+class BaseValues:
+    """`Values` of a plan's parameters, as they are stored. values: of its weights; those in the layout's precision pass
+    through."""
 
     def __init__(self, plan: UnitPlan, values: Values) -> None:
         self._values, self._dtype = values, torch_dtype(plan.layout.dtype)
-        self._weights = {scale_of(p.name): p for p in plan.blueprint.parameters() if p.dtype}
-        """Name of scales -> their weight."""
-        self._known: dict[str, Tensor] = {}
-        """Weight -> scales [outputs]."""
+        narrow = [p for p in plan.blueprint.parameters() if is_narrow(p)]
+        self._weights = {name: p for p in narrow for name in (p.name, scale_of(p.name))}
+        """Name of stored numbers, or of their scales -> weight."""
+        self._scales: dict[str, Tensor] = {}
+        """Weight -> its scales."""
+        self._latest: tuple[str, Tensor] | None = None
+        """The weight that was quantized last, and its numbers."""
 
     def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
-        if parameter.dtype:
-            scales = self._scales(parameter, index // parameter.shape[1])
-            return rounded(self._values(parameter, index), scales).double()
-        if is_scale(parameter.name):
-            return self._scales(self._weights[parameter.name], index).double()
-        return self._values(parameter, index)
+        weight = self._weights.get(parameter.name)
+        if weight is None:
+            return self._values(parameter, index)
+        asks_scales = is_scale(parameter.name)
+        if weight.name not in (self._scales if asks_scales else (self._latest or ())[:1]):
+            self._quantize(weight, index.device)
+        assert self._latest is not None
+        # All of it at once: fake tensors name no elements.
+        return (self._scales[weight.name] if asks_scales else self._latest[1]).flatten()[index].double()
 
-    def _scales(self, weight: Parameter, rows: Tensor) -> Tensor:
-        """Scales of some rows of a weight. Those of all its rows are computed at once: fake tensors name no rows."""
-        if weight.name not in self._known:
-            outputs, inputs = weight.shape
-            columns = torch.arange(inputs, device=rows.device)
-            every = torch.arange(outputs, device=rows.device)
-            largest = [
-                self._values(weight, some[:, None] * inputs + columns).abs().amax(1)
-                for some in every.split(max(1, FILLED // inputs))
-            ]
-            self._known[weight.name] = row_scales(torch.cat(largest), self._dtype)
-        return self._known[weight.name][rows]
+    def _quantize(self, weight: Parameter, device: torch.device) -> None:
+        outputs, inputs = weight.shape
+        columns, block = torch.arange(inputs, device=device), (BASES[weight.dtype].block or (1, 0))[0]
+        self._latest = None  # before the next one is made
+        some = torch.arange(outputs, device=device).split(block * max(1, FILLED // (inputs * block)))
+        rows = (self._values(weight, part[:, None] * inputs + columns) for part in some)
+        numbers, self._scales[weight.name] = quantized(weight.dtype, rows, self._dtype)
+        self._latest = weight.name, numbers

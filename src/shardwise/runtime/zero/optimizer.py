@@ -34,7 +34,7 @@ from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, OptimizerState
 from shardwise.runtime.transport.comms import Comms, waiting_for_disk
 from shardwise.runtime.zero.engine import Engine
-from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Int8Values, Values, torch_dtype
+from shardwise.runtime.zero.flat_unit import HOST, BaseValues, FlatUnit, Values, torch_dtype
 from shardwise.runtime.zero.update import divides, update
 
 
@@ -112,7 +112,7 @@ class Optimizer:
     def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
         self.engine, self.comms, self.config = engine, comms, config
         self.kind = engine.plan.workload.optimizer
-        values = Int8Values(engine.plan, values)
+        values = BaseValues(engine.plan, values)
         self.states = [UnitState(flat, values, engine.file) for flat in engine.trained]
         for flat in engine.units.values():
             if flat.unit.frozen:
