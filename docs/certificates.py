@@ -1,7 +1,8 @@
-"""Write docs/certificates/: `python docs/certificates.py [ENGINE ...]` certifies engines, `clean` generated layouts of
-sound ones, `reports` what others have reported."""
+"""Write docs/certificates/: `python docs/certificates.py [ENGINE ...]` certifies engines, `clean [ENGINE ...]`
+generated layouts of sound ones, `reports` what others have reported."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.certify.adapter import Adapter
@@ -62,25 +63,30 @@ TRUE = {("tensor_parallel", "tied"), ("tensor_parallel", "frozen"), ("pipelining
 """Where torch is wrong (docs/certify.md)."""
 
 
-def clean(seed: int = 1) -> None:
-    """A table of generated cases, a layout and a variant each, and of false findings."""
-    lines, total, false = ["| engine | layouts | cases | false findings | seconds |", "|---|---|---|---|---|"], 0, 0
-    for engine, count in CLEAN.items():
+def clean(engines: Sequence[str] = (), seed: int = 1) -> None:
+    """A table of generated cases, a layout and a variant each, and of false findings. engines: those to run again; the
+    page keeps the rows of the others. Written after each engine, so that a stopped run continues with the rest."""
+    page = FOLDER / "clean.md"
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if engines and line.endswith(" |")]
+    table = {row[0].lstrip("| "): [int(item.rstrip(" |")) for item in row[1:]] for row in rows if row[0][2:] in CLEAN}
+    for engine in engines or CLEAN:
         variants = [name for name in Adapter.load_from(engine).variants if (engine, name) not in TRUE]
-        certificate = certify(engine, count=count, seed=seed, say=lambda line: print(line, flush=True))
-        rows = [row for row in certificate.rows if row.cells["gradients"].state != "refused"]
+        certificate = certify(engine, count=CLEAN[engine], seed=seed, say=lambda line: print(line, flush=True))
+        ran = [row for row in certificate.rows if row.cells["gradients"].state != "refused"]
         bad = [item.cell.text for item in certificate.findings if (engine, item.column) not in TRUE]
-        bad += [c.note for row in rows for name, c in row.cells.items()
+        bad += [c.note for row in ran for name, c in row.cells.items()
                 if c.state == "failed" and (engine, name) not in TRUE]  # fmt: skip
-        cases, total, false = len(rows) * len(variants), total + len(rows) * len(variants), false + len(bad)
-        lines.append(f"| {engine} | {len(rows)} | {cases} | {len(bad)} | {certificate.seconds:.0f} |")
-        print(lines[-1], *bad, sep="\n", flush=True)
-    head = (
-        f"`python docs/certificates.py clean`, seed {seed}: {total} cases, {false} false findings. A case is a layout "
-        "with one variant. Refused layouts are not counted. Left out are variants in which torch itself is wrong (tied "
-        "and frozen under DTensor, frozen under pipelining)."
-    )
-    (FOLDER / "clean.md").write_text("\n".join(["# Generated clean cases", "", head, "", *lines]) + "\n")
+        table[engine] = [len(ran), len(ran) * len(variants), len(bad), round(certificate.seconds)]
+        print(engine, table[engine], *bad, sep="\n", flush=True)
+        head = (
+            f"`python docs/certificates.py clean`, seed {seed}: {sum(row[1] for row in table.values())} cases, "
+            f"{sum(row[2] for row in table.values())} false findings. A case is a layout with one variant. Refused "
+            "layouts are not counted. Left out are variants in which torch itself is wrong (tied and frozen under "
+            "DTensor, frozen under pipelining). Seconds are of two cores that other jobs used, too."
+        )
+        lines = ["| engine | layouts | cases | false findings | seconds |", "|---|---|---|---|---|"]
+        lines += [f"| {name} | {' | '.join(map(str, table[name]))} |" for name in CLEAN if name in table]
+        page.write_text("\n".join(["# Generated clean cases", "", head, "", *lines]) + "\n")
 
 
 def reports() -> None:
@@ -107,8 +113,10 @@ def reports() -> None:
 
 def main(engines: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
-    if engines in (["clean"], ["reports"]):
-        return clean() if engines == ["clean"] else reports()
+    if engines[:1] == ["clean"]:
+        return clean(engines[1:])
+    if engines == ["reports"]:
+        return reports()
     for engine in engines or RUNS:
         layouts, models = RUNS[engine]
         certificate = certify(engine, layouts=layouts, models=models, say=lambda line: print(line, flush=True))
