@@ -153,6 +153,8 @@ class Adapter:
     """Whether frozen parameters are in its checkpoints."""
     within: Mapping[str, str] = field(default_factory=dict)
     """CaseKey of a layout -> the key without which it means nothing."""
+    sequence: Callable[[Mapping[str, Any]], str] = lambda layout: ""
+    """Layout -> the axis whose ranks apply dropout to other parts of the sequence, with other masks; else none."""
     global_loss: bool = False
     """Whether `backward` returns the loss of all ranks' rows, not of this rank's."""
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True
@@ -230,6 +232,11 @@ class Adapter:
         for axis in (axis for axis in self.axes if axis in self.data):
             index, count = index * sizes[axis] + at[axis], count * sizes[axis]
         return index, count
+
+    def masks(self, layout: Mapping[str, Any], rank: int = 0) -> tuple[int, int, int]:
+        """(data ranks, parts of the sequence, this rank's part): what dropout masks depend on."""
+        axis, place = self.sequence(layout), self.place(layout, rank)
+        return self.data_place(layout, 0)[1], self.sizes(layout).get(axis, 1), place.get(axis, 0)
 
     def layouts(self, most: int, seed: int = 0) -> list[str]:
         """Layouts of the space on 2 to `MOST_RANKS` ranks: the small ones first, equally small ones in random order."""

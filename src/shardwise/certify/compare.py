@@ -153,7 +153,7 @@ def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> En
 
 
 def _step(adapter: Adapter, reference: Reference, run: EngineRun, step: int, trace: StepTrace) -> None:
-    ids, labels = reference.rows(step, reference.share(*run.data))
+    ids, labels = reference.rows(step, reference.share(*run.data), adapter.masks(run.layout, dist.get_rank())[2])
     loss = adapter.backward(run, ids, labels, reference.tokens[step])
     trace.losses.append(loss)
     trace.gradients.append(adapter.gradients(run))
@@ -214,7 +214,8 @@ def _failed(place: str, stage: Callable[[], object], meet: Meet) -> Cell | None:
         lines = str(error).strip().splitlines() or [""]
         # Of an error with the tracebacks of all ranks, the last one's.
         last = max((i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception):", line)), default=0)
-        words = f"{type(error).__name__}: {' '.join(' '.join(lines[last:]).split())[:300]}"
+        text = re.sub(r"/\S*/site-packages/", "", " ".join(" ".join(lines[last:]).split()))
+        words = f"{type(error).__name__}: {text[:300]}"
     answers = meet(words)
     if not all(answers):
         if words := next(filter(None, answers), ""):

@@ -106,6 +106,11 @@ class _Runs:
             self._forgive(others)
         return self.cells
 
+    def _other(self, key: CaseKey, other: str) -> str:
+        """The layout that loads: the next one; under dropout where it has the same masks."""
+        first, second = (self.adapter.masks(self.adapter.parse(text))[:2] for text in (key.layout, other))
+        return other if first == second or key.variant != "dropout" else key.layout
+
     def _forgive(self, others: dict[str, str]) -> None:
         """Wrong gradients after a load are not the checkpoint's where the layout that loads has them anyway."""
         for key in [key for key in self.cells if key.layout in others]:
@@ -117,7 +122,7 @@ class _Runs:
 
     def _run(self, ranks: int, keys: list[CaseKey], others: dict[str, str]) -> list[CaseKey]:
         """Run a job. Returns the keys behind one that has ended it."""
-        cases = tuple(Case(*key, others[key.layout]) for key in keys)
+        cases = tuple(Case(*key, self._other(key, others[key.layout])) for key in keys)
         with temporary_folder() as folder:
             out, file = folder / "cells.jsonl", folder / "job.json"
             job = CertifyJob(timeout=LIMIT, out=str(out), adapter=self.engine, cases=cases)

@@ -43,7 +43,8 @@ class Deferred:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """AutoTP leaves the parts of tensor-parallel ranks to the caller."""
-        return joined(tensor, self.shapes[name], groups.get_tensor_model_parallel_group())
+        split = self.layout.get("tp", 1) > 1
+        return joined(tensor, self.shapes[name], groups.get_tensor_model_parallel_group() if split else None)
 
     def start(self, most: float, settings: dict[str, Any]) -> None:
         tp, parts = self.layout.get("tp", 1), self.layout.get("accumulate", 1)
