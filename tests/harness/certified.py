@@ -119,6 +119,19 @@ def other_masks(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> flo
     return good.backward(run, ids, labels, tokens)
 
 
+def equal_masks(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """Masks of the first part of the sequence for all parts."""
+    dist.broadcast(state := torch.get_rng_state(), 0)
+    torch.set_rng_state(state)
+    return good.backward(run, ids, labels, tokens)
+
+
+def local_masks(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """Other masks on ranks that have the same activations."""
+    torch.manual_seed(torch.initial_seed() + dist.get_rank())
+    return good.backward(run, ids, labels, tokens)
+
+
 def head_side(engine: Any, ids: Tensor) -> Tensor:
     model = engine.module if isinstance(engine, DistributedDataParallel) else engine
     if not isinstance(engine, DistributedDataParallel):
@@ -334,6 +347,12 @@ FAULTS = {
     "weights not broadcast": Fault("ddp", "dp=2", {"parallelize": own_weights}, "loss", "weights or buffers of rank 0"),
     "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1"),
     "other dropout masks": Fault("ddp", "dp=2", {"backward": other_masks}, "loss", "other dropout masks", "dropout"),
+    "equal dropout masks of a sequence's parts": Fault(
+        "tensor_parallel", "tp=2,sp=1", {"backward": equal_masks}, "loss", "other dropout masks", "dropout"
+    ),
+    "other dropout masks of the same activations": Fault(
+        "tensor_parallel", "tp=2", {"backward": local_masks}, "loss", "other dropout masks", "dropout"
+    ),
     "gradients not reset": Fault(
         "ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient", fix="deepspeedai/DeepSpeed#7839",
     ),

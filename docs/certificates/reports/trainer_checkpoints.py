@@ -4,6 +4,7 @@ The Trainer of transformers 5.24 raises an error for such a checkpoint when it i
 that save and load the optimizer without that.
 """
 
+import tempfile
 from types import SimpleNamespace
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ ParallelismConfig._validate_accelerator = lambda *words: None  # it takes no CPU
 def parallelize(model, layout):
     split = engine.parallelize(model, layout)
     if layout.get("guard", 1):
-        Trainer(split, TrainingArguments(use_cpu=True, report_to=[]))
+        Trainer(split, TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[]))
     return split
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from shardwise.certify.engines import ENGINES, check_engine
+from shardwise.certify.result import PROPERTIES, VARIANTS
 from shardwise.certify.tiny import Tiny
-from shardwise.errors import UserError, did_you_mean
+from shardwise.errors import UserError, did_you_mean, nearest
 
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 """AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
@@ -185,11 +186,36 @@ class Adapter:
         if missing := [name for name in ("name", "axes", "data", "space", "parallelize") if name not in values]:
             where = getattr(module, "__file__", module)
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
-        if "loss" in values and "backward" not in values:
-            raise UserError(
-                f"{values['name']}: an adapter that defines loss must define backward, too (docs/certify.md)"
-            )
-        return cls(**values)
+        adapter = cls(**values)
+        for mistake in adapter._mistakes({name for name in vars(module) if name not in values and name[0] != "_"}):
+            raise UserError(f"{adapter.name}: {mistake} (docs/certify.md)")
+        return adapter
+
+    def _mistakes(self, others: Collection[str]) -> Iterator[str]:
+        """What is wrong with the constants. others: names of the file that an adapter does not have."""
+        known = [item.name for item in fields(self)]
+        for name in others:
+            if near := nearest(name, known, cutoff=0.85):
+                yield f"it defines {name}, which nothing calls; did you mean {near[0]}? Else name it _{name}"
+        for name in known:
+            kind = str(Adapter.__annotations__[name])
+            if kind.startswith("Callable") and not callable(getattr(self, name)):
+                yield f"{name} is {getattr(self, name)!r}, and must be a function"
+            if kind.startswith("Mapping") and not isinstance(getattr(self, name), Mapping):
+                yield f"{name} is {getattr(self, name)!r}, and must be a dict"
+        lists = {"axes": self.space, "data": self.axes, "variants": VARIANTS, "skips": PROPERTIES}
+        for name, values in [*((name, getattr(self, name)) for name in ("axes", "data", "variants", "skips", "needs")),
+                             *((f"space[{key!r}]", values) for key, values in self.space.items())]:  # fmt: skip
+            if not isinstance(values, Sequence) or isinstance(values, str):
+                yield f"{name} is {values!r}, and must be a list or a tuple, as in ({values!r},)"
+            elif wrong := [item for item in values if name in lists and item not in lists[name]]:
+                yield f"{name} has {wrong[0]!r}; {did_you_mean(str(wrong[0]), list(lists[name]), 'one of')}"
+        if wrong := [key for key in (*self.within, *self.within.values()) if key not in self.space]:
+            yield f"within has {wrong[0]!r}; {did_you_mean(str(wrong[0]), list(self.space), 'one of')}"
+        if "plain" not in self.variants or not self.models:
+            yield "variants must have 'plain', and models at least one"
+        if self.loss is not loss and self.backward is backward:
+            yield "an adapter that defines loss must define backward, too"
 
     @classmethod
     def load_from(cls, text: str) -> Adapter:

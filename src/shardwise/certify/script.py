@@ -233,7 +233,7 @@ class _Folded(ast.NodeTransformer):
             return ast.Constant(self.constants[node.id])
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "layout.get":
             match node.args:
-                case [ast.Constant(value=key), *default]:
+                case [ast.Constant(value=str(key)), *default]:
                     if key in self.layout or not default:
                         return ast.Constant(self.layout.get(key))
                     return default[0]
