@@ -24,8 +24,6 @@ from shardwise.runtime.job.launch import Ending, RunFailed
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCE = str(Path(__file__).parents[2] / "src")
 ADAPTER = '''
-"""A trainer whose gradients are doubled: DDP and a sum, too."""
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,9 +49,7 @@ OWN_LOSS = ADAPTER.replace(
 ).replace("loss * run", "value * run").replace("return loss", "return value") + '''
 
 def loss(logits, labels):
-    """Of smoothed labels."""
-    right = labels.flatten()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), right, reduction="sum", label_smoothing=0.1)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
 '''  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.certify.adapter import EngineRun, full
 from shardwise.certify.engines.tensor_parallel import parallelize as split_tensors
@@ -49,8 +49,7 @@ class Prepared:
         self.engine: Any = None
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> Prepared:
-    return Prepared(model, layout)
+parallelize = Prepared
 
 
 def optimizer(run: EngineRun, **settings: Any) -> Any:

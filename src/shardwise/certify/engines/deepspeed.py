@@ -37,7 +37,7 @@ class Deferred:
     """The engine, made when the optimizer's settings are known."""
 
     def __init__(self, model: nn.Module, layout: dict[str, Any]) -> None:
-        self.model, self.layout = model, layout
+        self.model, self.layout = model.float(), layout
         self.engine: Any = None
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
 
@@ -62,8 +62,7 @@ class Deferred:
         init_utils._TP_MODEL_INIT_ARGS = None  # else it splits the next model, too
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> Deferred:
-    return Deferred(model.float(), layout)
+parallelize = Deferred
 
 
 def optimizer(run: EngineRun, **settings: Any) -> None:
