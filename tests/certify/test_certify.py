@@ -23,7 +23,7 @@ from shardwise.runtime.job.launch import Ending, RunFailed
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCE = str(Path(__file__).parents[2] / "src")
-ADAPTER = '''
+ADAPTER = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,7 @@ def backward(run, ids, labels, tokens):
     loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
     (loss * run.data[1] * FACTOR).backward()
     return loss.item()
-'''
+"""
 
 OWN_LOSS = ADAPTER.replace(
     'loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens',

@@ -187,7 +187,7 @@ class Adapter:
             where = getattr(module, "__file__", module)
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
         adapter = cls(**values)
-        for mistake in adapter._mistakes({name for name in vars(module) if name not in values and name[0] != "_"}):
+        for mistake in adapter._mistakes([name for name in vars(module) if name not in values and name[0] != "_"]):
             raise UserError(f"{adapter.name}: {mistake} (docs/certify.md)")
         return adapter
 
