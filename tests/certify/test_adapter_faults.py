@@ -5,7 +5,7 @@ import pytest
 from harness.certified import FAULTS
 from harness.pool import run_ranks
 
-WORLDS = {name: 4 if "4" in fault.layout or "," in fault.layout else 2 for name, fault in FAULTS.items()}
+WORLDS = {name: 4 if "4" in fault.layout or "replicate" in fault.layout else 2 for name, fault in FAULTS.items()}
 PARTS = [(world, part) for world in sorted(set(WORLDS.values())) for part in range(3 if world == 2 else 1)]
 
 

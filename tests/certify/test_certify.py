@@ -23,9 +23,7 @@ from shardwise.runtime.job.launch import Ending, RunFailed
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCE = str(Path(__file__).parents[2] / "src")
-ADAPTER = '''
-"""A trainer whose gradients are doubled: DDP and a sum, too."""
-
+ADAPTER = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +32,7 @@ variants = ("plain", "uneven")
 
 
 def parallelize(model, layout):
+    assert all(layout.get(axis, 1) > 1 for axis in axes)
     return DistributedDataParallel(model)
 
 
@@ -42,7 +41,7 @@ def backward(run, ids, labels, tokens):
     loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
     (loss * run.data[1] * FACTOR).backward()
     return loss.item()
-'''
+"""
 
 OWN_LOSS = ADAPTER.replace(
     'loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens',
@@ -50,9 +49,7 @@ OWN_LOSS = ADAPTER.replace(
 ).replace("loss * run", "value * run").replace("return loss", "return value") + '''
 
 def loss(logits, labels):
-    """Of smoothed labels."""
-    right = labels.flatten()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), right, reduction="sum", label_smoothing=0.1)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
 '''  # fmt: skip
 
 
@@ -152,6 +149,14 @@ def test_errors_of_an_engine_are_refused_or_failed(tmp_path: Path) -> None:
     done = shardwise("certify", str(file), "dp=2", "--json")
     cells = json.loads(done.stdout)["rows"][0]["cells"]
     assert done.returncode == 1 and cells["loss"]["state"] == "failed" and "rank 0 gave up" in cells["loss"]["note"]
+    for function, words in (
+        ("clip(run, most): pass", "clip returned None, and must return a number"),
+        ("gradients(run): return [1]", "gradients returned [1], and must return a dict of name -> whole tensor"),
+        ("gradients(run): return dict(run.engine.named_parameters())", "gradients has names that the model has not"),
+    ):
+        file.write_text(f"{text}\n\ndef {function}\n")
+        done = shardwise("certify", str(file), "dp=2")
+        assert done.returncode == 1 and f"failed: loss at dp=2 and 5 more: in a step: {words}" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -168,12 +173,33 @@ def test_errors_of_an_engine_are_refused_or_failed(tmp_path: Path) -> None:
         ("{file} dp=2", "is no adapter: it has no axes, data, space, parallelize"),
         ("{broken} dp=2", "cannot be imported: NameError"),
         ("{needy} dp=2", "needs no_such_package: pip install no_such_package"),
+        ("{axis} dp=2", "mine: data has 'pd'; one of dp"),
+        ("{text} dp=2", "mine: axes is 'dp', and must be a list or a tuple, as in ('dp',)"),
+        ("{space} dp=2", "mine: space is ['dp'], and must be a dict"),
+        ("{one}", "mine: space makes no layout of 2 to 8 ranks; its axes: dp"),
+        ("{variant} dp=2", "mine: variants has 'untied'; did you mean tied?"),
+        ("{plain} dp=2", "mine: variants must have 'plain'"),
+        ("{within} dp=2", "mine: within has 'views'; one of dp"),
+        ("{number} dp=2", "mine: clip is 3, and must be a function"),
+        (
+            "{near} dp=2",
+            "mine: it defines backwards, which nothing calls; did you mean backward? Else name it _backwards",
+        ),
+        ("{version} dp=2", "mine needs nosuch: pip install nosuch"),
     ],
 )
 def test_mistakes_are_one_line(words: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for name, text in (("file", 'name = "mine"'), ("broken", "nothing"), ("needy", "import no_such_package")):
+    mine = 'name, axes, data, space = "mine", ["dp"], ["dp"], {"dp": [1, 2]}\nparallelize = print\n'
+    files = {
+        "file": 'name = "mine"', "broken": "nothing", "needy": "import no_such_package",
+        "axis": mine + 'data = ["pd"]', "text": mine + 'axes = data = "dp"', "space": mine + 'space = ["dp"]',
+        "one": mine + 'space = {"dp": [1]}', "variant": mine + 'variants = ["plain", "untied"]',
+        "plain": mine + 'variants = ["uneven"]', "within": mine + 'within = {"views": "dp"}',
+        "number": mine + "clip = 3", "near": mine + "backwards = print", "version": mine + 'needs = ["nosuch"]',
+    }  # fmt: skip
+    for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
-    words = words.format(**{name: tmp_path / f"{name}.py" for name in ("file", "broken", "needy")})
+    words = words.format(**{name: tmp_path / f"{name}.py" for name in files})
     code = main(["certify", *words.split()])
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1, err

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.certify import adapter as good
@@ -60,12 +59,6 @@ def times(factor: float, part: str = "", rank: int | None = None) -> Callable[[E
     return change
 
 
-def of(run: EngineRun, name: str) -> Tensor:
-    """A parameter's own part."""
-    p = run.model.get_parameter(name)
-    return p.to_local() if isinstance(p, DTensor) else p
-
-
 @torch.no_grad()
 def swap(first: str, second: str, gradients: bool = False) -> Callable[[EngineRun], None]:
     def change(run: EngineRun) -> None:
@@ -78,18 +71,10 @@ def swap(first: str, second: str, gradients: bool = False) -> Callable[[EngineRu
     return change
 
 
-def unsynchronized(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
-    return model
-
-
 def own_buffers(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
     for p in model.parameters():
         dist.broadcast(p.data, 0)
     return DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
-
-
-def own_weights(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
-    return DistributedDataParallel(model, init_sync=False)
 
 
 def shards_alone(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
@@ -114,9 +99,14 @@ def rank0_rows(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> floa
     return good.backward(run, ids, labels, tokens)
 
 
-def other_masks(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
-    torch.rand(())  # moves the generator
-    return good.backward(run, ids, labels, tokens)
+def seeded(change: Callable[[int], int]) -> Callable[..., float | None]:
+    """Backward with masks of another seed."""
+
+    def backward(run: EngineRun, *words: Any) -> float | None:
+        torch.manual_seed(change(torch.initial_seed()))
+        return good.backward(run, *words)
+
+    return backward
 
 
 def head_side(engine: Any, ids: Tensor) -> Tensor:
@@ -199,10 +189,6 @@ def first_micro_batch(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) 
     return loss
 
 
-def not_clipped(run: EngineRun, most: float) -> float:
-    return good.clip(run, 1e9)
-
-
 def clipped_twice(run: EngineRun, most: float) -> float:
     norm = good.clip(run, most)
     times(most / norm)(run)
@@ -210,16 +196,10 @@ def clipped_twice(run: EngineRun, most: float) -> float:
 
 
 @torch.no_grad()
-def decay_frozen(run: EngineRun) -> None:
+def decay_again(run: EngineRun, trained: bool = True) -> None:
     for p in run.model.parameters():
-        if not p.requires_grad:
+        if trained or not p.requires_grad:
             p.mul_(1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"])
-
-
-@torch.no_grad()
-def decay_again(run: EngineRun) -> None:
-    for p in run.model.parameters():
-        p.mul_(1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"])
 
 
 def lazy_rank(run: EngineRun) -> None:
@@ -227,10 +207,6 @@ def lazy_rank(run: EngineRun) -> None:
         run.optimizer.zero_grad()
     else:
         good.step(run)
-
-
-def no_zero_grad(run: EngineRun) -> None:
-    run.optimizer.step()
 
 
 @torch.no_grad()
@@ -250,19 +226,11 @@ def load_weights(run: EngineRun, folder: str) -> None:
     run.optimizer = good.optimizer(run, **OPTIMIZER)
 
 
-@torch.no_grad()
-def forget_buffer(run: EngineRun) -> None:
-    run.model.get_buffer("positions").mul_(2)
-
-
-@torch.no_grad()
-def forget_weight(run: EngineRun) -> None:
-    run.model.get_parameter("norm.weight").add_(1)
-
-
+MASKS = "loss", "other dropout masks", "dropout"
 FAULTS = {
     "gradients not reduced": Fault(
-        "ddp", "dp=2", {"parallelize": unsynchronized, "broadcasts": False}, "gradients", "missing mean over dp"
+        "ddp", "dp=2", {"parallelize": lambda model, layout: model, "broadcasts": False},
+        "gradients", "missing mean over dp"
     ),
     "gradients of a replica alone": Fault(
         "fsdp2", "dp_replicate=2,dp_shard=2", {"parallelize": shards_alone}, "gradients", "mean over dp_replicate"
@@ -311,7 +279,7 @@ FAULTS = {
         "fsdp2", "dp_replicate=2,dp_shard=2", {"clip": replicas_norm}, "norm", "root of 2 = dp_replicate"
     ),
     "norm without the head": Fault("ddp", "dp=2", {"clip": norm_without_head}, "norm", "head.weight is not in it"),
-    "not clipped": Fault("ddp", "dp=2", {"clip": not_clipped}, "clipped", "not clipped"),
+    "not clipped": Fault("ddp", "dp=2", {"clip": lambda run, most: good.clip(run, 1e9)}, "clipped", "not clipped"),
     "clipped twice": Fault("ddp", "dp=2", {"clip": clipped_twice}, "clipped", "clipped by another norm"),
     "layers swapped in a load": Fault(
         "fsdp2", "dp_shard=2", {"load": after(good.load, swap("blocks.0.q.weight", "blocks.1.q.weight"))},
@@ -319,23 +287,36 @@ FAULTS = {
     ),
     "moments not restored": Fault("fsdp2", "dp_shard=2", {"load": load_weights}, "resume", "optimizer state not"),
     "a weight not restored": Fault(
-        "ddp", "dp=2", {"load": after(good.load, forget_weight)}, "resume", "weights not restored",
+        "ddp", "dp=2", {"load": after(good.load, lambda run: run.model.norm.weight.data.add_(1))},
+        "resume", "weights not restored",
         parameter="norm.weight",
     ),
     "a buffer not restored": Fault(
-        "ddp", "dp=2", {"load": after(good.load, forget_buffer)}, "resume", "gradients after the load"
+        "ddp", "dp=2", {"load": after(good.load, lambda run: run.model.positions.mul_(2))},
+        "resume", "gradients after the load"
     ),
     "tied from one side": Fault("ddp", "dp=2", {"logits": head_side}, "gradients", "tied weight", "tied"),
     "frozen decayed": Fault(
-        "ddp", "dp=2", {"step": after(good.step, decay_frozen)}, "steps", "frozen parameter decayed", "frozen"
+        "ddp", "dp=2", {"step": after(good.step, lambda run: decay_again(run, trained=False))},
+        "steps", "frozen parameter decayed", "frozen"
     ),
     "decayed twice": Fault("ddp", "dp=2", {"step": after(good.step, decay_again)}, "steps", "decayed twice"),
     "buffers not broadcast": Fault("ddp", "dp=2", {"parallelize": own_buffers}, "loss", "buffers of rank 0"),
-    "weights not broadcast": Fault("ddp", "dp=2", {"parallelize": own_weights}, "loss", "weights or buffers of rank 0"),
+    "weights not broadcast": Fault(
+        "ddp", "dp=2", {"parallelize": lambda model, layout: DistributedDataParallel(model, init_sync=False)},
+        "loss", "weights or buffers of rank 0",
+    ),
     "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1"),
-    "other dropout masks": Fault("ddp", "dp=2", {"backward": other_masks}, "loss", "other dropout masks", "dropout"),
+    "other dropout masks": Fault("ddp", "dp=2", {"backward": seeded(lambda seed: seed + 1)}, *MASKS),
+    "equal masks of a sequence's parts": Fault(
+        "tensor_parallel", "tp=2,sp=1", {"backward": seeded(lambda seed: seed % 100_000)}, *MASKS
+    ),
+    "masks of each rank": Fault(
+        "tensor_parallel", "tp=2", {"backward": seeded(lambda seed: seed + dist.get_rank())}, *MASKS
+    ),
     "gradients not reset": Fault(
-        "ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient", fix="deepspeedai/DeepSpeed#7839",
+        "ddp", "dp=2", {"step": lambda run: run.optimizer.step()},
+        "gradients", "last step's gradient", fix="deepspeedai/DeepSpeed#7839",
     ),
     "part of a padded vocabulary": Fault(
         "ddp", "dp=2", {"backward": after(good.backward, drop_rows("head.weight", 60))}, "gradients",

@@ -16,7 +16,7 @@ from shardwise.certify.engines.megatron import CONFIG, PARTS, GPTModel
 from shardwise.certify.tiny import Tiny, TinyBlock
 
 space = {"dp": (1, 2, 4), "tp": (1, 2, 4), "sp": (0, 1), "ep": (1, 2, 4), "etp": (1, 2)}
-variants = ("plain", "uneven", "idle")
+within, variants = {"sp": "tp"}, ("plain", "uneven", "idle")
 EXPERTS = 4
 CONFIG |= {
     "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",

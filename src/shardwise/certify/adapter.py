@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from shardwise.certify.engines import ENGINES, check_engine
+from shardwise.certify.result import PROPERTIES, VARIANTS
 from shardwise.certify.tiny import Tiny
-from shardwise.errors import UserError, did_you_mean
+from shardwise.errors import UserError, did_you_mean, nearest
 
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 """AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
@@ -153,6 +154,8 @@ class Adapter:
     """Whether frozen parameters are in its checkpoints."""
     within: Mapping[str, str] = field(default_factory=dict)
     """CaseKey of a layout -> the key without which it means nothing."""
+    sequence: Callable[[Mapping[str, Any]], str] = lambda layout: ""
+    """Layout -> the axis whose ranks apply dropout to other parts of the sequence, with other masks; else none."""
     global_loss: bool = False
     """Whether `backward` returns the loss of all ranks' rows, not of this rank's."""
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True
@@ -183,11 +186,36 @@ class Adapter:
         if missing := [name for name in ("name", "axes", "data", "space", "parallelize") if name not in values]:
             where = getattr(module, "__file__", module)
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
-        if "loss" in values and "backward" not in values:
-            raise UserError(
-                f"{values['name']}: an adapter that defines loss must define backward, too (docs/certify.md)"
-            )
-        return cls(**values)
+        adapter = cls(**values)
+        for mistake in adapter._mistakes([name for name in vars(module) if name not in values and name[0] != "_"]):
+            raise UserError(f"{adapter.name}: {mistake} (docs/certify.md)")
+        return adapter
+
+    def _mistakes(self, others: Collection[str]) -> Iterator[str]:
+        """What is wrong with the constants. others: names of the file that an adapter does not have."""
+        known = [item.name for item in fields(self)]
+        for name in others:
+            if near := nearest(name, known, cutoff=0.85):
+                yield f"it defines {name}, which nothing calls; did you mean {near[0]}? Else name it _{name}"
+        for name in known:
+            kind = str(Adapter.__annotations__[name])
+            if kind.startswith("Callable") and not callable(getattr(self, name)):
+                yield f"{name} is {getattr(self, name)!r}, and must be a function"
+            if kind.startswith("Mapping") and not isinstance(getattr(self, name), Mapping):
+                yield f"{name} is {getattr(self, name)!r}, and must be a dict"
+        lists = {"axes": self.space, "data": self.axes, "variants": VARIANTS, "skips": PROPERTIES}
+        for name, values in [*((name, getattr(self, name)) for name in ("axes", "data", "variants", "skips", "needs")),
+                             *((f"space[{key!r}]", values) for key, values in self.space.items())]:  # fmt: skip
+            if not isinstance(values, Sequence) or isinstance(values, str):
+                yield f"{name} is {values!r}, and must be a list or a tuple, as in ({values!r},)"
+            elif wrong := [item for item in values if name in lists and item not in lists[name]]:
+                yield f"{name} has {wrong[0]!r}; {did_you_mean(str(wrong[0]), list(lists[name]), 'one of')}"
+        if wrong := [key for key in (*self.within, *self.within.values()) if key not in self.space]:
+            yield f"within has {wrong[0]!r}; {did_you_mean(str(wrong[0]), list(self.space), 'one of')}"
+        if "plain" not in self.variants or not self.models:
+            yield "variants must have 'plain', and models at least one"
+        if self.loss is not loss and self.backward is backward:
+            yield "an adapter that defines loss must define backward, too"
 
     @classmethod
     def load_from(cls, text: str) -> Adapter:
@@ -230,6 +258,11 @@ class Adapter:
         for axis in (axis for axis in self.axes if axis in self.data):
             index, count = index * sizes[axis] + at[axis], count * sizes[axis]
         return index, count
+
+    def masks(self, layout: Mapping[str, Any], rank: int = 0) -> tuple[int, int, int]:
+        """(data ranks, parts of the sequence, this rank's part): what dropout masks depend on."""
+        axis, place = self.sequence(layout), self.place(layout, rank)
+        return self.data_place(layout, 0)[1], self.sizes(layout).get(axis, 1), place.get(axis, 0)
 
     def layouts(self, most: int, seed: int = 0) -> list[str]:
         """Layouts of the space on 2 to `MOST_RANKS` ranks: the small ones first, equally small ones in random order."""

@@ -153,14 +153,31 @@ def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> En
 
 
 def _step(adapter: Adapter, reference: Reference, run: EngineRun, step: int, trace: StepTrace) -> None:
-    ids, labels = reference.rows(step, reference.share(*run.data))
+    ids, labels = reference.rows(step, reference.share(*run.data), adapter.masks(run.layout, dist.get_rank())[2])
     loss = adapter.backward(run, ids, labels, reference.tokens[step])
-    trace.losses.append(loss)
-    trace.gradients.append(adapter.gradients(run))
-    trace.norms.append(adapter.clip(run, reference.most))
-    trace.clipped.append(adapter.gradients(run) if "clipped" not in adapter.skips else {})
+    trace.losses.append(None if loss is None else _number(loss, "backward"))
+    trace.gradients.append(_tensors(adapter.gradients(run), "gradients", reference))
+    trace.norms.append(_number(adapter.clip(run, reference.most), "clip"))
+    trace.clipped.append(
+        _tensors(adapter.gradients(run), "gradients", reference) if "clipped" not in adapter.skips else {}
+    )
     adapter.step(run)
-    trace.parameters.append(adapter.parameters(run))
+    trace.parameters.append(_tensors(adapter.parameters(run), "parameters", reference))
+
+
+def _number(value: Any, function: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{function} returned {str(value)[:40]}, and must return a number") from None
+
+
+def _tensors(values: Any, function: str, reference: Reference) -> Tensors:
+    if not isinstance(values, dict) or not all(isinstance(item, torch.Tensor) for item in values.values()):
+        raise UserError(f"{function} returned {str(values)[:40]}, and must return a dict of name -> whole tensor")
+    if values and not any(name in reference.start for name in values):
+        raise UserError(f"{function} has names that the model has not, such as {next(iter(values))}")
+    return values
 
 
 def _observe(adapter: Adapter, reference: Reference, case: Case, folder: Path, meet: Meet) -> Observed:
@@ -214,7 +231,8 @@ def _failed(place: str, stage: Callable[[], object], meet: Meet) -> Cell | None:
         lines = str(error).strip().splitlines() or [""]
         # Of an error with the tracebacks of all ranks, the last one's.
         last = max((i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception):", line)), default=0)
-        words = f"{type(error).__name__}: {' '.join(' '.join(lines[last:]).split())[:300]}"
+        text = re.sub(r"/\S*/site-packages/", "", " ".join(" ".join(lines[last:]).split()))
+        words = f"{type(error).__name__}: {text[:300]}"
     answers = meet(words)
     if not all(answers):
         if words := next(filter(None, answers), ""):

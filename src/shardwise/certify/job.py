@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.certify.adapter import Adapter
+from shardwise.certify.adapter import MOST_RANKS, Adapter
 from shardwise.certify.compare import AFTER_LOAD, Case
 from shardwise.certify.rank import CertifyJob
 from shardwise.certify.result import COLUMNS, PROPERTIES, VARIANTS, Cell, Certificate, LayoutRow, WrongCell
@@ -59,15 +59,19 @@ def certify(
     if unknown := next((name for name in models if name not in adapter.models), None):
         raise UserError(f"{adapter.name} has no model {unknown!r}: it has {', '.join(adapter.models)}")
     chosen = list(dict.fromkeys(layouts)) or adapter.layouts(count, seed)
+    if not chosen:
+        raise UserError(
+            f"{adapter.name}: space makes no layout of 2 to {MOST_RANKS} ranks; its axes: {', '.join(adapter.axes)}"
+        )
     if few := next((text for text in chosen if adapter.ranks(adapter.parse(text)) < 2), None):
         raise UserError(f"layout {few!r} has one rank: there is nothing to compare")
     keys = [CaseKey(text, name, variant) for name in models for text in chosen for variant in adapter.variants]
-    runs = _Runs(engine, adapter, say)
+    numbers, runs = versions(adapter), _Runs(engine, adapter, say)
     cells = runs.compare(keys)
     rows = tuple(_row(adapter, text, name, cells) for name in models for text in chosen)
     findings = _findings(runs, adapter, rows)
     return Certificate(
-        adapter.name, "float64" if adapter.exact else "float32", versions(adapter), rows, findings,
+        adapter.name, "float64" if adapter.exact else "float32", numbers, rows, findings,
         time.monotonic() - began,
     )  # fmt: skip
 
@@ -106,6 +110,11 @@ class _Runs:
             self._forgive(others)
         return self.cells
 
+    def _other(self, key: CaseKey, other: str) -> str:
+        """The layout that loads: the next one; under dropout where it has the same masks."""
+        first, second = (self.adapter.masks(self.adapter.parse(text))[:2] for text in (key.layout, other))
+        return other if first == second or key.variant != "dropout" else key.layout
+
     def _forgive(self, others: dict[str, str]) -> None:
         """Wrong gradients after a load are not the checkpoint's where the layout that loads has them anyway."""
         for key in [key for key in self.cells if key.layout in others]:
@@ -117,7 +126,7 @@ class _Runs:
 
     def _run(self, ranks: int, keys: list[CaseKey], others: dict[str, str]) -> list[CaseKey]:
         """Run a job. Returns the keys behind one that has ended it."""
-        cases = tuple(Case(*key, others[key.layout]) for key in keys)
+        cases = tuple(Case(*key, self._other(key, others[key.layout])) for key in keys)
         with temporary_folder() as folder:
             out, file = folder / "cells.jsonl", folder / "job.json"
             job = CertifyJob(timeout=LIMIT, out=str(out), adapter=self.engine, cases=cases)
@@ -131,9 +140,13 @@ class _Runs:
         if ending.code == USER_MISTAKE or ending.code > 128:  # a signal from outside is not the engine's doing
             raise ending.error() or UserError(ending.line)
         left = [key for key in keys if key not in self.cells]
-        if left:
-            self.cells[left[0]] = dict.fromkeys(PROPERTIES, Cell("failed", note=ending.line or "the ranks ended"))
-        return left[1:]
+        for first in left[:1]:
+            self.cells[first] = dict.fromkeys(PROPERTIES, Cell("failed", note=ending.line or "the ranks ended"))
+            for key in left[1:] if first.variant == "plain" else []:  # variants would end, or wait, again
+                if key.layout == first.layout and key.model == first.model:
+                    cell = Cell("not run", note="its plain variant ended the ranks")
+                    self.cells[key] = dict.fromkeys(PROPERTIES, cell)
+        return [key for key in left if key not in self.cells]
 
 
 def _row(adapter: Adapter, layout: str, model: str, cells: dict[CaseKey, Cells]) -> LayoutRow:

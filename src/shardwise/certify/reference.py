@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.certify.adapter import OPTIMIZER, Adapter
 from shardwise.certify.tiny import IGNORED, ROWS, STEPS, batch
@@ -42,9 +45,9 @@ class Reference:
     def __init__(
         self, adapter: Adapter, model: str, variant: str, layout: str = "", *, dtype: torch.dtype = torch.float64
     ) -> None:
-        """layout: needed for dropout, whose masks each data rank draws for its rows."""
+        """layout: needed for dropout, whose masks depend on it."""
         self.adapter, self.model, self.variant, self.layout, self.dtype = adapter, model, variant, layout, dtype
-        self.parts = adapter.data_place(adapter.parse(layout), 0)[1] if variant == "dropout" else 1
+        self.parts, self.pieces, _ = adapter.masks(adapter.parse(layout)) if variant == "dropout" else (1, 1, 0)
         module = self.module().train()
         self.names = [name for name, _ in module.named_parameters()]
         self.frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
@@ -148,15 +151,20 @@ class Reference:
         total = 0.0
         for share in [self.share(index, self.parts) for index in range(self.parts)] if rows == slice(None) else [rows]:
             ids, labels = self.rows(step, share)
-            loss = self.adapter.loss(self.adapter.logits(module, ids), labels) / tokens
+            with PieceMasks([self.seed(step, share, piece) for piece in range(self.pieces)]):
+                loss = self.adapter.loss(self.adapter.logits(module, ids), labels) / tokens
             loss.backward()
             total += loss.item()
         return total
 
-    def rows(self, step: int, share: slice) -> Iterator[Tensor]:
-        """Ids and labels. Seeds the masks that are drawn for them."""
-        torch.manual_seed(1000 * step + (share.start or 0))
+    def rows(self, step: int, share: slice, piece: int = 0) -> Iterator[Tensor]:
+        """Ids and labels. Seeds the masks that are drawn for a piece of their sequences."""
+        torch.manual_seed(self.seed(step, share, piece))
         return (item[share] for item in self.batches[step])
+
+    @staticmethod
+    def seed(step: int, share: slice, piece: int) -> int:
+        return 100_000 * piece + 1000 * step + (share.start or 0)
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -173,6 +181,24 @@ class Reference:
     @staticmethod
     def _values(module: nn.Module) -> Tensors:
         return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+class PieceMasks(TorchFunctionMode):
+    """Dropout whose masks are drawn piece by piece of the sequence (dimension 1), each from its seed."""
+
+    def __init__(self, seeds: list[int]) -> None:
+        super().__init__()
+        self.states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        parts = []
+        for number, part in enumerate(args[0].chunk(len(self.states), 1)):
+            torch.set_rng_state(self.states[number])
+            parts.append(func(part, *args[1:], **kwargs))
+            self.states[number] = torch.get_rng_state()
+        return torch.cat(parts, 1)
 
 
 def share_of(mine: float, right: float) -> float:

@@ -27,7 +27,7 @@ VARIANTS = {
     "frozen": "the embedding and the first block do not train",
     "padded": "a vocabulary of 61 tokens, which ranks do not divide",
     "idle": "experts without tokens",
-    "dropout": "masks that a data rank draws for its rows, from the plain model's seed",
+    "dropout": "masks that ranks draw for their rows and parts of the sequence, from the plain model's seeds",
 }
 """Kind of model and data -> what it is; all properties are compared under all of them."""
 COLUMNS = (*PROPERTIES, *list(VARIANTS)[1:])

@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.certify import adapter as defaults
 from shardwise.certify import tiny
 from shardwise.certify.adapter import OPTIMIZER, Adapter
-from shardwise.certify.reference import BINDING, SEED
+from shardwise.certify.reference import BINDING, SEED, Reference
 from shardwise.certify.result import WrongCell
 
 _OWN = "shardwise.certify"
@@ -31,9 +31,10 @@ plain = MODEL
 model, rank = copy.deepcopy(plain), dist.get_rank()
 for tensor in (*model.parameters(), *model.buffers()):
     tensor.data += rank
-run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA, logits=logits)
+run = Run(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA, most=MOST, logits=logits)
 run.model = run.engine
-adam, run.optimizer = torch.optim.AdamW(plain.parameters(), **ADAM), optimizer(run, **ADAM)
+adam = torch.optim.AdamW(plain.parameters(), **ADAM)
+run.optimizer = optimizer(run, **ADAM)
 for number in range(NUMBER):
     ids, labels = batch(number, VARIANT)
     tokens, mine = int((labels != -100).sum()), slice(*(24 * (run.data[0] + i) // run.data[1] for i in (0, 1)))
@@ -73,7 +74,7 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
     name, cell, layout = finding.cell.note, finding.cell, adapter.parse(finding.layout)
     if name not in _BOTH or variant == "dropout":
         return ""
-    steps = cell.step
+    steps, prepares = cell.step, adapter.optimizer is not defaults.optimizer  # which may need most
     body = [*_CLIPPED, *_STEPPED] if name == "steps" else list(_CLIPPED) if name in ("norm", "clipped") else []
     if steps > 1 and name != "steps":
         body += [f"if number < {steps - 1}:", *(f"    {line}" for line in [*(_CLIPPED if not body else []), *_STEPPED])]
@@ -91,6 +92,7 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         "LAYOUT": repr(layout), "ADAM": repr(OPTIMIZER), "NUMBER": str(steps), "VARIANT": repr(variant),
         "BINDING": str(BINDING), "NAME": repr(cell.parameter), "LIMIT": repr(cell.bound),
         "WHAT": f"{name} {cell.parameter}".strip(),
+        "MOST": repr(Reference(adapter, model, variant).most) if prepares else "",
     }  # fmt: skip
     text = _SAMPLE
     for word, value in words.items():
@@ -105,10 +107,12 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell)
         one, two = (line for line in text.splitlines() if "losses" in line)
         summed = one.replace("losses = ", "(").replace('"none").view(24, -1) / tokens', '"sum") / tokens).backward()')
         text = text.replace(f"{one}\n{two}", summed)
+    text = text if prepares else text.replace(" most=,", "")
+    stepped = bool(body) and body != _CLIPPED
     apart = adapter.broadcasts and name == "loss"
     left_out = (
-        *(() if body and body != _CLIPPED else ("adam,",)), *(() if adapter.rebuilds else ("run.model =",)),
-        *(() if apart else ("for tensor", "tensor.data +=")),
+        *(() if stepped else ("adam =",)), *(() if stepped or prepares else ("run.optimizer",)),
+        *(() if adapter.rebuilds else ("run.model =",)), *(() if apart else ("for tensor", "tensor.data +=")),
     )  # fmt: skip
     text = text.replace("Run(", "types.SimpleNamespace(")
     lines = [line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out)]
@@ -228,8 +232,11 @@ class _Folded(ast.NodeTransformer):
         elif isinstance(node, ast.Name) and node.id in self.constants and isinstance(node.ctx, ast.Load):
             return ast.Constant(self.constants[node.id])
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "layout.get":
-            key, *default = node.args
-            return ast.Constant(self.layout.get(key.value, default[0].value if default else None))  # type: ignore[attr-defined]
+            match node.args:
+                case [ast.Constant(value=str(key)), *default]:
+                    if key in self.layout or not default:
+                        return ast.Constant(self.layout.get(key))
+                    return default[0]
         elif isinstance(node, (ast.If, ast.IfExp)) and isinstance(node.test, ast.Constant):
             return node.body if node.test.value else node.orelse
         elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and not node.iter.elts:

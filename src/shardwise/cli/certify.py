@@ -6,8 +6,8 @@ code is 0 where all that ran is proven, 1 where something is wrong.
 
 shardwise certify fsdp2 dp_shard=2 dp_replicate=2,dp_shard=2,reshard=0
 
-ENGINE is one of ddp, fsdp2, tensor_parallel, pipelining, transformers, deepspeed, megatron, torchtitan and shardwise,
-or the path of your adapter (docs/certify.md).
+ENGINE is one of ddp, fsdp2, tensor_parallel, pipelining, accelerate, transformers, deepspeed, megatron, torchtitan and
+shardwise, or the path of your adapter (docs/certify.md).
 """
 
 from __future__ import annotations

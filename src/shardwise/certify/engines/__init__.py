@@ -4,8 +4,8 @@ from pathlib import Path
 
 from shardwise.errors import UserError, did_you_mean
 
-ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "deepspeed", "megatron", "torchtitan",
-           "shardwise")  # fmt: skip
+ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "accelerate", "transformers", "deepspeed", "megatron",
+           "torchtitan", "shardwise")  # fmt: skip
 
 
 def check_engine(text: str) -> None:

@@ -37,13 +37,14 @@ class Deferred:
     """The engine, made when the optimizer's settings are known."""
 
     def __init__(self, model: nn.Module, layout: dict[str, Any]) -> None:
-        self.model, self.layout = model, layout
+        self.model, self.layout = model.float(), layout
         self.engine: Any = None
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """AutoTP leaves the parts of tensor-parallel ranks to the caller."""
-        return joined(tensor, self.shapes[name], groups.get_tensor_model_parallel_group())
+        split = self.layout.get("tp", 1) > 1
+        return joined(tensor, self.shapes[name], groups.get_tensor_model_parallel_group() if split else None)
 
     def start(self, most: float, settings: dict[str, Any]) -> None:
         tp, parts = self.layout.get("tp", 1), self.layout.get("accumulate", 1)
@@ -61,8 +62,7 @@ class Deferred:
         init_utils._TP_MODEL_INIT_ARGS = None  # else it splits the next model, too
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> Deferred:
-    return Deferred(model.float(), layout)
+parallelize = Deferred
 
 
 def optimizer(run: EngineRun, **settings: Any) -> None:

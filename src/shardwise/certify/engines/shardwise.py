@@ -67,8 +67,7 @@ class SplitEngine:
         return {name: tensor[1:].view(self.shapes[name]) for name, tensor in tensors.items()}
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> SplitEngine:
-    return SplitEngine(model, layout)
+parallelize = SplitEngine
 
 
 def optimizer(run: EngineRun, **settings: Any) -> None:

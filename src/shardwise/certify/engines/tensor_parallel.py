@@ -15,7 +15,12 @@ name = "torch DTensor TP"
 axes, data = ("dp", "tp"), ("dp",)
 space = {"dp": (1, 2), "tp": (1, 2, 4), "sp": (0, 1)}
 within = {"sp": "tp"}
+variants = ("plain", "uneven", "tied", "frozen", "padded", "dropout")
 clip = clip_mixed
+
+
+def sequence(layout: dict[str, Any]) -> str:
+    return "tp" if layout.get("sp") else ""
 
 
 def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
