@@ -1,11 +1,12 @@
 """Audits of generated programs of other engines, with and without a mistake: what is recovered and what is named.
 
     python benchmarks/audit_programs.py [--kinds NAME,...] [--mistakes NAME,...] [--first N] [--seeds N] [--sample N]
-                                        [--json FILE] [--ledger]
+                                        [--json FILE] [--ledger] [--python PYTHON]
 
 Prints a line per program and a summary: layouts recovered and false alarms of the clean programs; of those with a
 mistake, how many were named at the right rank and line, how many "not sure", and how long after the wrong step began.
 `--first 12 --seeds 12 --sample 200` are 200 clean programs and 200 with a mistake.
+--python is an interpreter that has DeepSpeed, for its kinds, which are skipped elsewhere: torch of the same version.
 --ledger prints what the clean programs send in a step beside what this project's runtime would send of the same layout
 and model, as a table of Markdown.
 """
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -83,6 +86,20 @@ def _drawn(kinds: list[str], mistakes: list[str], seeds: range, sample: int | No
     return [one for some in (clean, wrong) for one in draw.sample(some, min(sample, len(some)))]
 
 
+def _imports(python: str, kinds: list[str]) -> list[str]:
+    """Modules that the server imports for these kinds; those of DeepSpeed are taken from `kinds` where it is absent."""
+    staged = [kind for kind in kinds if kind in audited_programs.STAGES]
+    if not staged:
+        return []
+    code = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('deepspeed'))"
+    if not subprocess.run([python, "-c", code]).returncode:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return ["deepspeed"]
+    print(f"skipped: {', '.join(staged)}: {python} has no deepspeed: give --python one that has", flush=True)
+    kinds[:] = [kind for kind in kinds if kind not in staged]
+    return []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default=",".join(audited_programs.KINDS))
@@ -92,18 +109,18 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many clean programs, and so many with a mistake")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ledger", action="store_true")
+    parser.add_argument("--python", default=sys.executable)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     home = tempfile.TemporaryDirectory()
-    server = AuditServer(Path(home.name))
+    kinds = args.kinds.split(",")
+    server = AuditServer(Path(home.name), args.python, _imports(args.python, kinds))
     if args.ledger:
-        ledger(server, args.kinds.split(","), args.first)
+        ledger(server, kinds, args.first)
         server.close()
         return
-    drawn = _drawn(
-        args.kinds.split(","), args.mistakes.split(","), range(args.first, args.first + args.seeds), args.sample
-    )
+    drawn = _drawn(kinds, args.mistakes.split(","), range(args.first, args.first + args.seeds), args.sample)
     for kind, mistake, seed in drawn:
         item = program(kind, seed, mistake)
         with tempfile.TemporaryDirectory() as folder:

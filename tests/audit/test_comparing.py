@@ -83,6 +83,21 @@ def test_deepspeed_reduces_after_the_backward_pass(stage, ops, local, layout, no
     assert [row.what for row in audit.traffic if row.due == row.elements] == ["gradients", "parameters"][: len(ops)]
 
 
+@pytest.mark.parametrize(("stage", "wrong"), [(1, ["gradients: 2 times what is due"]), (2, [])])
+def test_deepspeed_reduces_every_micro_batch_from_stage_2_on(stage, wrong) -> None:
+    more = {"phase": "", "engine": "deepspeed"}
+    calls = [call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_reduce", "all_gather_into")]
+    assert notes(audited(calls, zero=stage)) == wrong
+
+
+def test_a_failure_behind_the_end_of_every_rank() -> None:
+    """torch 2.14's gloo threads may abort a process while Python shuts down, also without an audit."""
+    for exits in ((9.0, 9.0), (9.0, None)):
+        ranks = [RankRecording(rank, (), 2, exit=at) for rank, at in enumerate(exits)]
+        cause = audit_of(AuditedJob(1, 1.0, ranks, None, False), "").cause
+        assert ("while Python shut down" in cause) == all(exits) and cause.startswith("calls of all ranks meet")
+
+
 def test_micro_batches_that_do_not_reduce_gather_more_often() -> None:
     assert notes(audited(FSDP[:4] * 2 + FSDP, 2)) == []
 

@@ -95,6 +95,28 @@ def test_a_call_that_is_new_leaves_two_ranks_undecided() -> None:
     assert found is not None and found.sure and (found.kind, found.ranks) == ("skipped", (2,))
 
 
+def test_a_new_call_on_another_group_leaves_two_ranks_undecided() -> None:
+    """Rank 0 alone comes to a barrier of all ranks, while DeepSpeed's calls have a group of their own."""
+    usual = [replace(one, group=(0, 1), comm="deepspeed") for one in steps(USUAL)]
+    waits = replace(call(30, 1, 2, op="barrier", state="started"), group=(0, 1))
+    found = first_difference(
+        recordings([[*usual[:8], waits], [*usual[:8], replace(usual[8], state="started")]], marks=2)
+    )
+    assert found is not None and not found.sure and "barrier" in found.text and "all_reduce" in found.text
+
+
+def test_a_first_step_says_not_how_many_calls_are_usual() -> None:
+    """DeepSpeed's stage 3 gathers parameters singly until it has seen one; rank 1 has a micro-batch less."""
+    group, loss = {"group": (0, 1)}, call(9, group=(0, 1), step=1)
+    setup = [call(5, size, **group) for size in (10, 20, 30)]
+    micro = [call(5, 60, op="all_gather_into", **group), call(5, 60, op="reduce_scatter", **group)]
+    later = [replace(one, step=1) for one in micro]
+    begun = [*setup, micro[1], *micro, call(6, 8, **group), loss, *later]
+    whole = [*begun, replace(later[0], state="started")]
+    found = first_difference(recordings([whole, [*begun, replace(loss, state="started")]], marks=1))
+    assert found is not None and (not found.sure or found.ranks == (1,))
+
+
 def test_another_operation_of_a_known_line_is_new() -> None:
     """DDP broadcasts its new buckets once; the rank that has a micro-batch less does not come to it."""
     group = {"group": (0, 1)}

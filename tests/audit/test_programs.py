@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.audited_programs import KINDS, MISTAKES, NEVER, program
+from harness.audited_programs import KINDS, MISTAKES, NEVER, WHOLE, program
 from harness.forked import shardwise
 from harness.today import some_of
 from shardwise.audit.job import audited_environment
@@ -23,7 +23,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 
 LIMIT = 120
-CLEAN = [kind for kind in KINDS if kind not in ("trainer", "accelerate")]
+CLEAN = [kind for kind in KINDS if kind not in WHOLE]
 WRONG = [(kind, mistake) for kind in CLEAN for mistake in MISTAKES if (mistake, kind) not in NEVER]
 
 
@@ -91,6 +91,21 @@ def test_the_command(audits, tmp_path) -> None:
     done = shardwise("audit", kept, environment=environment, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "") and max(map(len, done.stdout.splitlines())) <= 80
     assert "calls of all ranks meet" in done.stdout and "layout: dp=2,precision=fp32 (sure)" in done.stdout
+
+
+def test_a_call_that_ends_while_python_ends(tmp_path: Path) -> None:
+    """Its thread is waited for: it would abort the process when it wants the interpreter's lock."""
+    (tmp_path / "train.py").write_text(
+        "import sys, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "recorder = sys.modules['shardwise_audit_recorder'].Recorder\n"
+        "recorder.ended = lambda self, order: time.sleep(0.3)\n"
+        "work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+    )
+    environment = audited_environment(tmp_path / "recording") | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("line", ['["step",1,2.0,3.0,null]', '["end",7,1.0]', "7", "{", '["step"]'])

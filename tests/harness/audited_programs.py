@@ -158,6 +158,18 @@ for step in range({steps}):
     opt.zero_grad()
 """
 
+DEEPSPEED = """
+import deepspeed
+model = net()
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=dict(
+    train_micro_batch_size_per_gpu=4, gradient_accumulation_steps={micro}, steps_per_print=10**9,
+    zero_optimization=dict(stage={stage}, stage3_param_persistence_threshold=0)))
+for step in range({steps}):
+    for micro in range({micro} - wrong("unequal")):
+        engine.backward(engine(torch.randn(4, {width})).square().mean())  # MICRO
+        engine.step()  # STEP
+"""
+
 BY_HAND = """
 model = net()
 opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -183,7 +195,13 @@ for step in range({steps}):
     opt.zero_grad()
 """
 
-WHOLE = {"trainer": (2, "dp=2", TRAINER), "accelerate": (2, "dp=2", ACCELERATE)}
+STAGES = {f"deepspeed {stage}": stage for stage in (1, 2, 3)}
+"""Kind -> its ZeRO stage."""
+WHOLE = {
+    "trainer": (2, "dp=2", TRAINER),
+    "accelerate": (2, "dp=2", ACCELERATE),
+    **{kind: (2, f"dp=2,zero={stage}", DEEPSPEED) for kind, stage in STAGES.items()},
+}
 """Kind -> ranks, its layout, and its program up to the last step."""
 PIPELINES = {
     "pp by hand": (3, "pp=3,schedule=gpipe", 1, ""),
@@ -241,7 +259,7 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
         _, _, chunks, schedule = PIPELINES[kind]
         body = (PIPELINE if schedule else BY_HAND).format(chunks=chunks, schedule=schedule, **sizes)
     elif kind in WHOLE:
-        body = WHOLE[kind][2].format(**sizes)
+        body = WHOLE[kind][2].format(stage=STAGES.get(kind), **sizes)
     else:
         body = "\n" + MODELS[kind][2].replace("{{", "{").replace("}}", "}") + STEP.format(**sizes)
         if kind == "zero1":

@@ -217,8 +217,8 @@ def _located(program: _Program, candidate: Mismatch) -> Difference:
     ranks, sure = _deviants(program, sequences, index, list(unlike.values()), see)
     others = [rank for rank in sequences if rank not in ranks]
     if not sure or not others:
-        return _unsure(sequences, index, candidate)
-    return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
+        return _unsure(program, sequences, index, candidate)
+    return _described(program, sequences, index, ranks, others) or _unsure(program, sequences, index, candidate)
 
 
 def _ended_early(program: _Program, sequences: dict[int, list[_Place]], index: int) -> Difference | None:
@@ -276,7 +276,7 @@ def _deviants(
         scores[tuple(some)] = max(_habit(program, sequences[rank], index, rank) for rank in some)
     best = max(scores.values())
     odd = [rank for some, score in scores.items() if score < best for rank in some]
-    calls = [sequences[rank][index].call for rank in odd if index < len(sequences[rank])]
+    calls = [_made(program, sequences[rank], index, rank) for rank in odd]
     if any(call is not None and program.first(call) for call in calls):
         return minority, False  # a line that is new may be right, and the rank that did not come to it wrong
     rest = max((score for score in scores.values() if score < best), default=best)
@@ -299,7 +299,9 @@ def _by_count(
             else:
                 made[rank][-1].append(see(place.token))
     step = {rank: sum(place.call is None for place in places[:index]) for rank, places in sequences.items()}
-    others = [one for rank, some in made.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
+    numbered = [(at, one) for rank, some in made.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
+    others = [one for _, one in numbered]
+    later = any(at for at, _ in numbered)  # a first step alone may have fewer calls, as DeepSpeed's stage 3 has
     less, more = set(), set()
     for token in {token for one in others for token in one}:
         usual = {one.count(token) for one in others}
@@ -313,28 +315,31 @@ def _by_count(
                 here = some[step[rank]]
                 over = step[rank] < len(some) - 1 or bool(behind & set(here))
                 less |= {rank} if here.count(token) < due and over else set()
-                more |= {rank} if here.count(token) > due else set()
+                more |= {rank} if here.count(token) > due and later else set()
     odd = less or more
     return sorted(odd) if len(odd) < len(sequences) else []
 
 
+def _made(program: _Program, places: list[_Place], index: int, rank: int) -> Call | None:
+    """The call that a rank made at an index, else the one in which it waits, in any group."""
+    if index < len(places) and (call := places[index].call) is not None:
+        return call
+    whole = program.calls(rank)
+    return whole[-1] if whole and whole[-1].state != "completed" else None
+
+
 def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> int:
     """How usual what a rank did here is, after what it did before."""
-    if index < len(places) and (call := places[index].call) is not None:
+    if (call := _made(program, places, index, rank)) is not None:
         return program.usual(rank, program.index(call))
     before = [place.call for place in places[:index] if place.call is not None]
-    whole = program.recordings[rank].calls
-    if whole and whole[-1].state != "completed":
-        return program.usual(rank, program.index(whole[-1]))  # where it waits
     return program.usual(rank, program.index(before[-1]) + 1 if before else max(0, len(program.whole[rank]) - 1))
 
 
-def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: Mismatch) -> Difference:
+def _unsure(program: _Program, sequences: dict[int, list[_Place]], index: int, candidate: Mismatch) -> Difference:
     """Ranks differ, and nothing says which of them is wrong."""
-    here = {rank: places[index].call for rank, places in sequences.items() if index < len(places)}
-    calls = [call for call in here.values() if call is not None]
-    if not calls:
-        calls = candidate.unmatched()
+    here = [_made(program, places, index, rank) for rank, places in sequences.items()]
+    calls = [call for call in here if call is not None] or candidate.unmatched()
     first = calls[0]
     said = "; ".join(f"rank {call.rank} makes {describe(call)}" for call in calls[:4])
     missing = [rank for rank in sequences if rank not in {call.rank for call in calls}]

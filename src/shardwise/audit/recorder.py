@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
@@ -44,6 +45,8 @@ BEAT = 0.5
 """Seconds between two looks of the background thread: at works that end unseen, and at where the program is."""
 MEASURED_STEPS = 3
 """Steps whose bytes are counted: the state exists from the first one on."""
+END = 2.0
+"""Seconds that the recorder's and torch's threads have to end, each."""
 SAMPLE = 0.001
 """Seconds between two looks at the allocator in these steps, on CPUs."""
 
@@ -133,6 +136,8 @@ class Recorder:
         self.places: dict[str, int] = {}
         self.kinds: dict[Any, tuple[str, str]] = {}
         self.pending: dict[int, tuple[Any, int]] = {}
+        self.callbacks: set[Any] = set()
+        """Weak references to those that futures have."""
         self.library: Any = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="shardwise-audit", daemon=True)
@@ -241,7 +246,9 @@ class Recorder:
         try:
             if self.torch.cuda.is_initialized():
                 raise RuntimeError("its future is complete when the kernel is queued")
-            work.get_future().add_done_callback(lambda future: self._done(order, future))
+            done = functools.partial(self._done, order)
+            self.callbacks.add(weakref.ref(done, self.callbacks.discard))
+            work.get_future().add_done_callback(done)
         except RuntimeError:
             self.pending[id(work)] = work, order
 
@@ -449,10 +456,16 @@ class Recorder:
         self.write("error", time.time(), text, where or self._position()[0])
 
     def left(self) -> None:
+        """At the end of Python. A thread that wants to run later would take the process with it: SIGABRT, since the
+        frames of C++ in which it waits for the interpreter's lock do not unwind. torch's threads want it to call a
+        future's callback, and again to release it."""
         if os.getpid() == self.pid:
             self.write("exit", time.time())
             self.over.set()
-            self.thread.join(BEAT)  # a thread that wants to run while Python ends may take the process with it
+            self.thread.join(END)
+            limit = time.monotonic() + END
+            while self.callbacks and time.monotonic() < limit:
+                time.sleep(SAMPLE)
 
 
 _LIBRARIES = tuple(
