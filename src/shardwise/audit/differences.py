@@ -10,19 +10,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
 
 from shardwise.audit.calls import MESSAGES, Call
-from shardwise.audit.desync import CallSignature, Mismatch, both_ends, describe, grouped, mismatches, signature_of
+from shardwise.audit.desync import (
+    CallSignature,
+    Group,
+    Mismatch,
+    both_ends,
+    describe,
+    grouped,
+    mismatches,
+    signature_of,
+)
 from shardwise.audit.reading import RankRecording
 from shardwise.codec import Json
 from shardwise.report.units import format_ranks
 
 Kind = Literal[
-    "skipped", "extra", "reordered", "operation", "size", "dtype", "root", "group", "died", "error", "ended", "waiting"
+    "skipped", "extra", "reordered", "operation", "size", "dtype", "root", "group", "died", "error", "ended", "waiting",
+    "silent", "unfinished",
 ]  # fmt: skip
 _REACH = 12
 """Calls over which a shift between two ranks is looked for."""
@@ -55,6 +65,12 @@ class Difference(Json):
     """What every rank was doing at the end."""
 
     json_omits = ("waiting",)
+
+    def waiting_lines(self, most: int) -> Iterator[str]:
+        """What every rank was doing, for a terminal."""
+        yield from (f"  {text}" for text in self.waiting[:most])
+        if len(self.waiting) > most:
+            yield f"  and {len(self.waiting) - most} ranks more"
 
 
 class _Place(NamedTuple):
@@ -101,6 +117,11 @@ class _Program:
         mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
+    def wait_elsewhere(self, difference: Difference, group: Group) -> bool:
+        """Whether all ranks that a difference names wait in calls of other groups."""
+        others = ((call for call in self.calls(rank) if call.group != group) for rank in difference.ranks)
+        return difference.sure and all(any(call.state != "completed" for call in some) for some in others)
+
     def first(self, call: Call) -> bool:
         """Whether no rank made such a call at this line before."""
         every = (entry for one in self.recordings.values() for entry in one.calls)
@@ -144,11 +165,30 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
         return _finish(program, _located(program, results[0]))
     if ends is not None:
         return _finish(program, ends)
-    waits = [_located(program, one) for one in results[:_REACH] if not one.hard]
-    # A rank that skips a call may be seen from both sides: that it went on, and that it did not come.
-    waits.sort(key=lambda one: (not one.sure, one.kind == "extra"))
-    first = waits[0] if waits else _ended(program, communication=True)
+    waits = [(_located(program, one), one.group) for one in results[:_REACH] if not one.hard]
+    # A rank that waits in another group is late itself. A rank that skips a call may be seen from both sides: that it
+    # went on, and that it did not come.
+    waits.sort(key=lambda one: (program.wait_elsewhere(*one), not one[0].sure, one[0].kind == "extra"))
+    first = waits[0][0] if waits else _ended(program, communication=True)
     return first and _finish(program, first)
+
+
+def unfinished(recordings: Sequence[RankRecording]) -> Difference | None:
+    """A call that all recorded ranks of a group entered and none left, first one that waits for other ranks."""
+    known = {one.rank for one in recordings}
+    results: list[tuple[Difference, float]] = []
+    for key, rows in grouped(recordings).items():
+        waiting = (some for some in zip(*rows.values(), strict=False) if all(one.state != "completed" for one in some))
+        if key[0] == "message" or len(key[1]) < 2 or (here := next(waiting, None)) is None:
+            continue
+        call, silent = here[0], tuple(rank for rank in key[1] if rank not in known)
+        text = f"all ranks entered {describe(call)}: a broken or slow link, or dumps that were taken while it ran"
+        if silent:
+            text = f"{describe(call)} waits for {format_ranks(silent)}, of which there is no recording"
+        kind: Kind = "silent" if silent else "unfinished"
+        ranks = silent or tuple(rows)
+        results.append((Difference(kind, ranks, True, call.where, call.op, call.step, text), call.begin or 0.0))
+    return min(results, key=lambda one: (one[0].kind == "unfinished", one[1]), default=(None, 0.0))[0]
 
 
 def _finish(program: _Program, difference: Difference) -> Difference:
@@ -214,7 +254,8 @@ def _located(program: _Program, candidate: Mismatch) -> Difference:
     for rank, places in sequences.items():
         token = see(places[index].token) if index < len(places) else None
         unlike[token].append(rank)
-    ranks, sure = _deviants(program, sequences, index, list(unlike.values()), see)
+    absent = _absent(program, sequences, index)
+    ranks, sure = (absent, True) if absent else _deviants(program, sequences, index, list(unlike.values()), see)
     others = [rank for rank in sequences if rank not in ranks]
     if not sure or not others:
         return _unsure(program, sequences, index, candidate)
@@ -238,6 +279,13 @@ def _ended_early(program: _Program, sequences: dict[int, list[_Place]], index: i
     return Difference("ended", ended, True, call.where, call.op, call.step, text)
 
 
+def _absent(program: _Program, sequences: dict[int, list[_Place]], index: int) -> list[int]:
+    """Ranks that have come to no further call, and wait in none, where others wait for them."""
+    made = {rank: _made(program, places, index, rank) for rank, places in sequences.items()}
+    waited = any(call.state != "completed" for call in made.values() if call is not None)
+    return [rank for rank, call in made.items() if call is None and program.recordings[rank].exit is None and waited]
+
+
 def _diverged(
     sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: Mismatch
 ) -> int:
@@ -250,10 +298,10 @@ def _diverged(
             continue
         if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
             return index
-        for a, b in permutations(sequences.values(), 2):  # one does here, by its line, what the other does later
-            mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
-            if mine != theirs[0] and mine in theirs[1:]:
-                return index
+        windows = {tuple(place.token for place in some[index : index + _REACH]) for some in sequences.values()}
+        # One does here, by its line, what the other does later.
+        if any(a[0] != b[0] and a[0] in b[1:] for a, b in permutations(windows, 2)):
+            return index
     calls = (some[last] for some in sequences.values() for last in range(len(some)) if some[last].call is not None)
     unmatched = next(place for place in calls if place.call in candidate.unmatched())
     return next(some.index(unmatched) for some in sequences.values() if unmatched in some)
@@ -375,8 +423,9 @@ def _described(
         return Difference(kind, tuple(ranks), True, where, op, named.step, text)
     if kind == "skipped":
         partner = "waited in" if named.state != "completed" else "made"
-        text = f"{who} skipped {describe(named)}, which rank {named.rank} {partner}"
         follows = next((place.call for place in mine if place.call is not None), None)
+        verb = "skipped" if follows is not None else "did not enter"
+        text = f"{who} {verb} {describe(named)}, which rank {named.rank} {partner}"
         text += f"; next it made {describe(follows)}" if follows is not None else ""
     elif kind == "extra":
         text = f"{who} made one call more: {describe(named)}"

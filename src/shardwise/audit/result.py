@@ -174,12 +174,8 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     if not audit.recorded:
         yield "nothing was recorded: the program never called torch.distributed.init_process_group"
         return
-    waiting = audit.difference.waiting if audit.difference else ()
-    yield from (f"  {text}" for text in waiting[:8])
-    if len(waiting) > 8:
-        yield f"  and {len(waiting) - 8} ranks more"
-    if waiting:
-        yield ""
+    if audit.difference is not None and audit.difference.waiting:
+        yield from (*audit.difference.waiting_lines(8), "")
     known = audit.understood
     yield f"layout: {known.layout if known.layout else 'not known'} ({known.confidence})"
     yield from (f"  {reason}" for reason in known.reasons)
