@@ -144,6 +144,15 @@ def test_an_expected_layout_is_what_is_due() -> None:
     assert notes(audited([call("all_reduce", 1, "", "")])) == []
 
 
+def test_an_unmet_expectation_is_the_cause() -> None:
+    """Before what differs from a layout that the program does not have; a budget is behind what is wrong."""
+    for expect, limits, first in (("dp=2,zero=1", {}, "layout: expected"), ("", {"bytes": 1}, "bytes: ")):
+        audit, layout = audited(FSDP, 2, expect), Layout.parse(expect) if expect else None
+        assert replace(audit, failures=failures_of(audit, layout, limits)).cause.startswith(first)
+    audit = audited([call("all_reduce", 2 * BLOCK - 16, engine="ddp")])
+    assert replace(audit, failures=failures_of(audit, None, {"bytes": 1})).cause.startswith("wrong: gradients")
+
+
 @pytest.mark.parametrize("missing", [0, 128])
 def test_a_given_model_is_what_is_due(missing) -> None:
     """Where the program's own parameters are not seen."""

@@ -16,7 +16,7 @@ import pytest
 from harness.audited_programs import KINDS, MISTAKES, NEVER, WHOLE, program
 from harness.forked import shardwise
 from harness.today import some_of
-from shardwise.audit.job import audited_environment
+from shardwise.audit.job import audited_environment, read_job
 from shardwise.audit.reading import read_folder
 from shardwise.audit.result import audit_of
 from shardwise.errors import UserError
@@ -106,6 +106,15 @@ def test_a_call_that_ends_while_python_ends(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "train.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_kept_recording_has_who_died(audits, tmp_path) -> None:
+    """And the program's exit code: what is read again is what was said."""
+    item = program("ddp", 5, "died")
+    job = audits.audit(item, tmp_path)
+    kept = read_job(tmp_path / "recording")
+    assert kept.difference == job.difference and job.difference is not None and job.difference.kind == "died"
+    assert (kept.code, kept.hung, job.difference.step) == (job.code, False, item.at + 1) and job.code != 0
 
 
 @pytest.mark.parametrize("line", ['["step",1,2.0,3.0,null]', '["end",7,1.0]', "7", "{", '["step"]'])

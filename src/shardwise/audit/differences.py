@@ -221,8 +221,7 @@ def _ended(program: _Program, communication: bool = False) -> Difference | None:
     if not ends:
         return None
     _, one = min(ends, key=lambda end: end[0])
-    last = one.calls[-1] if one.calls else None
-    step = last.step if last else 0
+    last, step = one.calls[-1] if one.calls else None, len(one.steps)
     if one.error is not None:
         where = one.error[2]
         return Difference(

@@ -90,6 +90,9 @@ class Audit(Json):
         if self.difference is not None:
             return f"{'hang: ' if self.hung else ''}{self.difference.text} (step {self.difference.step})"
         wrong = [*self.mistakes, *(said for row, said in self.rows if row.wrong)]
+        if self.failures:  # rows are compared with the expected layout, which is another one
+            first = self.failures[0].startswith("layout")
+            wrong = [*self.failures, *wrong] if first else [*wrong, *self.failures]
         if wrong or not self.code:
             return wrong[0] if wrong else "calls of all ranks meet"
         return f"calls of all ranks meet{_FAILED_LATE if self.ended else ' as far as they were made'}"
