@@ -95,14 +95,17 @@ def test_a_call_that_is_new_leaves_two_ranks_undecided() -> None:
     assert found is not None and found.sure and (found.kind, found.ranks) == ("skipped", (2,))
 
 
-def test_a_new_call_on_another_group_leaves_two_ranks_undecided() -> None:
-    """Rank 0 alone comes to a barrier of all ranks, while DeepSpeed's calls have a group of their own."""
-    usual = [replace(one, group=(0, 1), comm="deepspeed") for one in steps(USUAL)]
-    waits = replace(call(30, 1, 2, op="barrier", state="started"), group=(0, 1))
-    found = first_difference(
-        recordings([[*usual[:8], waits], [*usual[:8], replace(usual[8], state="started")]], marks=2)
-    )
-    assert found is not None and not found.sure and "barrier" in found.text and "all_reduce" in found.text
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_new_call_on_another_group(ranks) -> None:
+    """Rank 0 alone comes to a barrier of all ranks, while DeepSpeed's calls have a group of their own. Of two, none is
+    sure to be wrong; of four, one is."""
+    group = WORLD[:ranks]
+    usual = [replace(one, group=group, comm="deepspeed") for one in steps(USUAL)][:9]
+    others = [*usual[:8], replace(usual[8], state="started")]
+    alone = [*usual[:8], call(30, 1, 2, op="barrier", state="started", group=group)]
+    found = first_difference(recordings([alone, *[others] * (ranks - 1)], marks=2))
+    assert found is not None and found.sure == (ranks == 4) and "barrier" in found.text and "all_reduce" in found.text
+    assert not found.sure or (found.ranks == (0,) and "it waits in barrier" in found.text)
 
 
 def test_a_first_step_says_not_how_many_calls_are_usual() -> None:

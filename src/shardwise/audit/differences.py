@@ -117,6 +117,10 @@ class _Program:
         mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
+    def waits_in(self, rank: int) -> Call | None:
+        """A rank's last call, if it has not ended."""
+        return next((call for call in self.calls(rank)[-1:] if call.state != "completed"), None)
+
     def wait_elsewhere(self, difference: Difference, group: Group) -> bool:
         """Whether all ranks that a difference names wait in calls of other groups."""
         others = ((call for call in self.calls(rank) if call.group != group) for rank in difference.ranks)
@@ -371,8 +375,7 @@ def _made(program: _Program, places: list[_Place], index: int, rank: int) -> Cal
     """The call that a rank made at an index, else the one in which it waits, in any group."""
     if index < len(places) and (call := places[index].call) is not None:
         return call
-    whole = program.calls(rank)
-    return whole[-1] if whole and whole[-1].state != "completed" else None
+    return program.waits_in(rank)
 
 
 def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> int:
@@ -425,7 +428,10 @@ def _described(
         follows = next((place.call for place in mine if place.call is not None), None)
         verb = "skipped" if follows is not None else "did not enter"
         text = f"{who} {verb} {describe(named)}, which rank {named.rank} {partner}"
-        text += f"; next it made {describe(follows)}" if follows is not None else ""
+        waits = program.waits_in(rank)
+        text += (
+            f"; next it made {describe(follows)}" if follows else f"; it waits in {describe(waits)}" if waits else ""
+        )
     elif kind == "extra":
         text = f"{who} made one call more: {describe(named)}"
     elif kind == "reordered" and due is not None:
