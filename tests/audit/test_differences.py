@@ -108,6 +108,19 @@ def test_a_new_call_on_another_group(ranks) -> None:
     assert not found.sure or (found.ranks == (0,) and "it waits in barrier" in found.text)
 
 
+def test_of_two_sides_of_a_skip_the_skipping_one_is_said() -> None:
+    """Rank 3 has a micro-batch less, and is in the call of all ranks where 2 waits for it in their group."""
+    micro, loss = call(5, 100, op="all_gather_into", group=(2, 3), comm="shard"), call(9)
+    alone = replace(micro, group=(0, 1))
+    begun = [[*[replace(one, step=step) for step in range(2) for one in (pair, pair, loss)]]
+             for pair in (alone, alone, micro, micro)]  # fmt: skip
+    last = [replace(one, step=2, state="started") for one in (micro, loss)]
+    ranks = [[*some, *[replace(alone, step=2)] * 2] for some in begun[:2]]
+    ranks += [[*begun[2], replace(micro, step=2), last[0]], [*begun[3], replace(micro, step=2), last[1]]]
+    found = first_difference(recordings(ranks, marks=2))
+    assert found is not None and (found.sure, found.ranks, found.where) == (True, (3,), "train.py:5")
+
+
 def test_a_first_step_says_not_how_many_calls_are_usual() -> None:
     """DeepSpeed's stage 3 gathers parameters singly until it has seen one; rank 1 has a micro-batch less."""
     group, loss = {"group": (0, 1)}, call(9, group=(0, 1), step=1)

@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 from shardwise.audit.calls import MESSAGES, Call
 from shardwise.audit.desync import (
     CallSignature,
-    Group,
     Mismatch,
     both_ends,
     describe,
@@ -121,11 +120,6 @@ class _Program:
         """A rank's last call, if it has not ended."""
         return next((call for call in self.calls(rank)[-1:] if call.state != "completed"), None)
 
-    def wait_elsewhere(self, difference: Difference, group: Group) -> bool:
-        """Whether all ranks that a difference names wait in calls of other groups."""
-        others = ((call for call in self.calls(rank) if call.group != group) for rank in difference.ranks)
-        return difference.sure and all(any(call.state != "completed" for call in some) for some in others)
-
     def first(self, call: Call) -> bool:
         """Whether no rank made such a call at this line before."""
         every = (entry for one in self.recordings.values() for entry in one.calls)
@@ -169,11 +163,13 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
         return _finish(program, _located(program, results[0]))
     if ends is not None:
         return _finish(program, ends)
-    waits = [(_located(program, one), one.group) for one in results[:_REACH] if not one.hard]
-    # A rank that waits in another group is late itself. A rank that skips a call may be seen from both sides: that it
-    # went on, and that it did not come.
-    waits.sort(key=lambda one: (program.wait_elsewhere(*one), not one[0].sure, one[0].kind == "extra"))
-    first = waits[0][0] if waits else _ended(program, communication=True)
+    waits = [_located(program, one) for one in results[:_REACH] if not one.hard]
+    # A rank that waits is late itself. One that skips a call may be seen from both sides: that it went on, and that it
+    # did not come.
+    waits.sort(
+        key=lambda one: (not one.sure or any(map(program.waits_in, one.ranks)), not one.sure, one.kind == "extra")
+    )
+    first = waits[0] if waits else _ended(program, communication=True)
     return first and _finish(program, first)
 
 
