@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.audited_programs import KINDS, MISTAKES, NEVER, WHOLE, program
+from harness.audited_programs import DDP, HEAD, KINDS, MISTAKES, NEVER, WHOLE, Program, program
 from harness.forked import shardwise
 from harness.today import some_of
 from shardwise.audit.job import audited_environment, read_job
@@ -61,6 +61,28 @@ def test_bytes_by_class_are_those_that_the_program_has(audits, tmp_path) -> None
     tensors = item.text.count("") and audit.bytes.optimizer - 2 * parameters
     assert 0 < tensors < 4 * 64  # the step counts of AdamW, 4 bytes a tensor
     assert audit.bytes.saved > 0
+
+
+def test_frozen_parameters_and_copies_that_are_updated(audits, tmp_path) -> None:
+    """Both are bytes: of parameters, and of the optimizer's state, as DeepSpeed's copies are."""
+    text = (
+        HEAD.format(mistake="", rank=0, step=0, layers=2, width=8)
+        + DDP
+        + """
+model.module[0].requires_grad_(False)
+trained = [p for p in model.parameters() if p.requires_grad]
+copies = [p.detach().clone() for p in trained]
+opt = torch.optim.SGD(copies, lr=1e-3)
+for step in range(3):
+    model(torch.randn(4, 8)).square().mean().backward()
+    for copy, p in zip(copies, trained):
+        copy.grad = p.grad
+    opt.step()
+"""
+    )
+    held = audit_of(audits.audit(Program("copies", 2, "dp=2", text), tmp_path), "train.py").bytes
+    block = 4 * (2 * 8 * 32 + 32 + 8)
+    assert held is not None and (held.parameters, held.gradients, held.optimizer) == (2 * block, block, block)
 
 
 def test_the_command(audits, tmp_path) -> None:

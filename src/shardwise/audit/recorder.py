@@ -331,6 +331,8 @@ class Recorder:
         if self.optimizer != id(optimizer):
             return
         self.step += 1
+        if self.step == 1:
+            self._model(optimizer)
         sizes = None
         if self.step <= MEASURED_STEPS:
             try:
@@ -339,8 +341,6 @@ class Recorder:
                 self.write("lost", repr(error))
         self.write("step", self.step, time.time(), sizes)
         self.saved = 0
-        if self.step == 1:
-            self._model(optimizer)
 
     def _look(self) -> int:
         """Bytes of all tensors on CPUs now; keeps the most."""
@@ -349,19 +349,24 @@ class Recorder:
         return total
 
     def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
-        parameters = [_local(entry) for group in optimizer.param_groups for entry in group["params"]]
-        gradients = [_local(entry.grad) for group in optimizer.param_groups for entry in group["params"]]
+        updated = {id(entry): entry for group in optimizer.param_groups for entry in group["params"]}
+        modules = {id(entry): entry for root in self.roots for entry in root.parameters()} or updated
+        parameters = [_local(entry) for entry in modules.values()]
+        grads = {id(grad): grad for entry in (modules | updated).values() if (grad := entry.grad) is not None}
+        gradients = [_local(grad) for grad in grads.values()]
+        # Copies that are updated in place of the modules' parameters, as DeepSpeed's.
+        copies = [_local(entry) for name, entry in updated.items() if name not in modules]
         tensor = self.torch.Tensor
         values = [
             entry for one in wrapped for some in one.state.values() for entry in _flat(some) if _is(entry, tensor)
         ]
-        state = list({id(entry): _local(entry) for entry in values}.values())
+        state = [*copies, *{id(entry): _local(entry) for entry in values}.values()]
         cuda = self.torch.cuda
         if cuda.is_initialized():
             total, peak = cuda.memory_allocated(), cuda.max_memory_allocated()
         else:
             total, peak = self._look(), self.peak
-        held = {"parameters": parameters, "gradients": [g for g in gradients if g is not None], "optimizer": state}
+        held = {"parameters": parameters, "gradients": gradients, "optimizer": state}
         sizes = {name: _size(some) for name, some in held.items()}
         total = max(total, sum(sizes.values()))  # a small program's is less than what the process frees of its start
         return {**sizes, "saved": self.saved, "total": total, "peak": max(peak, total)}
