@@ -35,6 +35,51 @@ from shardwise.audit.result import audit_of
 from shardwise.audit.understanding import understand
 from shardwise.layout import Layout
 
+TRAINER = """
+import transformers, logging
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, TrainerCallback
+config = LlamaConfig(vocab_size=64, hidden_size={width}, intermediate_size=32, num_hidden_layers={layers},
+                     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
+rows = [dict(input_ids=torch.arange(8), labels=torch.arange(8)) for _ in range(64)]
+arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps={steps}, report_to=[], use_cpu=True,
+                              save_strategy="no", logging_strategy="no", disable_tqdm=True)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+trainer.train()  # MICRO
+for step in range({steps}):
+    evaluated = model(torch.ones(2, {width})) if (model := net()) else None
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = net()
+model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+for step in range({steps}):
+    for micro in range({micro} - wrong("unequal")):
+        accelerator.backward(model(torch.randn(4, {width})).square().mean())  # MICRO
+    opt.step()  # STEP
+    opt.zero_grad()
+"""
+
+DEEPSPEED = """
+import deepspeed
+model = net()
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=dict(
+    train_micro_batch_size_per_gpu=4, gradient_accumulation_steps={micro}, steps_per_print=10**9,
+    zero_optimization=dict(stage=STAGE, stage3_param_persistence_threshold=0)))
+for step in range({steps}):
+    for micro in range({micro} - wrong("unequal")):
+        engine.backward(engine(torch.randn(4, {width})).square().mean())  # MICRO
+        engine.step()  # STEP
+"""
+
+STAGES = {f"deepspeed {stage}": stage for stage in (1, 2, 3)}
+"""Kind -> its ZeRO stage."""
+audited_programs.WHOLE |= {"trainer": (2, "dp=2", TRAINER), "accelerate": (2, "dp=2", ACCELERATE)} | {
+    kind: (2, f"dp=2,zero={stage}", DEEPSPEED.replace("STAGE", str(stage))) for kind, stage in STAGES.items()
+}
+KINDS = (*audited_programs.KINDS, *audited_programs.WHOLE)
+
 
 def judged(item: Program, job: AuditedJob, ended: float) -> dict[str, Any]:
     """How an audit compares with what is true of its program. ended: seconds of the clock when it said so."""
@@ -88,7 +133,7 @@ def _drawn(kinds: list[str], mistakes: list[str], seeds: range, sample: int | No
 
 def _imports(python: str, kinds: list[str]) -> list[str]:
     """Modules that the server imports for these kinds; those of DeepSpeed are taken from `kinds` where it is absent."""
-    staged = [kind for kind in kinds if kind in audited_programs.STAGES]
+    staged = [kind for kind in kinds if kind in STAGES]
     if not staged:
         return []
     code = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('deepspeed'))"
@@ -102,7 +147,7 @@ def _imports(python: str, kinds: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(audited_programs.KINDS))
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--mistakes", default=",".join(("", *audited_programs.MISTAKES)))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)

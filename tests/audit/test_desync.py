@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,7 @@ def test_the_sentence_names_rank_call_and_line(tmp_path, audit):
     text = " ".join(out.split())
     assert (code, err) == (1, "")
     assert text.startswith(
-        "rank 1 did not enter all_gather_into 2 of 32 B float32 on ranks 0-1 at /home/me/train.py:20, which rank 0 "
-        "waited in"
+        "rank 1 did not enter all_gather_into 2 of 32 B float32 on ranks 0-1 at /home/me/train.py:20,"
     )
     assert "rank 1: behind all_reduce 1 of 32 B float32 on ranks 0-1 at /home/me/train.py:10" in text
 
@@ -58,31 +56,6 @@ def test_the_sentence_names_rank_call_and_line(tmp_path, audit):
 def test_equal_dumps_differ_nowhere(tmp_path, audit):
     same = [entry("all_reduce", i) for i in range(3)]
     assert audit(dumps(tmp_path / "d", [same, same], TWO))[0] == 0
-
-
-@pytest.mark.parametrize(
-    "other", [{"op": "broadcast"}, {"size": 9}, {"dtype": "Half"}], ids=["operation", "size", "dtype"]
-)
-def test_another_call(tmp_path, other):
-    ranks = [[entry("all_reduce", 0, **({"line": 7} if rank != 1 else {}))] for rank in range(3)]
-    ranks[1] = [entry(**({"op": "all_reduce", "number": 0} | other))]
-    found = behind(dumps(tmp_path / "d", ranks, {"0": [0, 1, 2]}))
-    assert (found.kind, found.ranks, found.sure) == ("operation", (1,), True)
-    assert found.where.endswith(":10") and found.text.endswith("on ranks 0-2 at /home/me/train.py:7")
-
-
-def test_of_two_ranks_none_is_the_odd_one(tmp_path):
-    ranks = [[entry("all_reduce", 0, line=5)], [entry("broadcast", 0, line=6)]]
-    found = behind(dumps(tmp_path / "d", ranks, TWO))
-    assert not found.sure and found.text == (
-        "not sure which rank is wrong: rank 0 makes all_reduce 1 of 32 B float32 on ranks 0-1 at /home/me/train.py:5; "
-        "rank 1 makes broadcast 1 of 32 B float32 on ranks 0-1 at /home/me/train.py:6"
-    )
-
-
-def test_sizes_that_may_differ(tmp_path):
-    ranks = [[entry("all_to_all", 0, size=rank)] for rank in (1, 2)]
-    assert audit_files([dumps(tmp_path / "d", ranks, TWO)]).desync is None
 
 
 def test_a_ring_buffer_that_lost_the_first_calls_of_one_rank(tmp_path):
@@ -116,17 +89,6 @@ def test_a_rank_without_a_dump(tmp_path, audit):
     assert "no file of rank 2" in out
     ranks[0][1]["state"] = "completed"
     assert audit_files([dumps(tmp_path / "e", ranks, {"0": [0, 1, 2]})]).desync is None
-
-
-def test_lines_tell_where_a_rank_skipped_one_of_equal_calls(tmp_path):
-    """Ranks 0 and 2 make calls at lines 1 to 5; rank 1 not that at line 3."""
-    ranks = [
-        [entry("all_reduce", i, line=line, state="started" if i == 4 else "completed") for i, line in enumerate(lines)]
-        for lines in ((1, 2, 3, 4, 5), (1, 2, 4, 5), (1, 2, 3, 4, 5))
-    ]
-    found = behind(dumps(tmp_path / "d", ranks, {"0": [0, 1, 2]}))
-    assert (found.kind, found.ranks, found.where) == ("skipped", (1,), "/home/me/train.py:3")
-    assert re.search(r"next it made all_reduce 3 .* at /home/me/train.py:4", found.text)
 
 
 def test_the_rank_that_waits_nowhere_is_the_cause(tmp_path):

@@ -30,18 +30,8 @@ class AuditServer:
 
     def command(self, folder: Path, ranks: int, script: Path) -> list[str]:
         """The command line of a program, which ends within a minute."""
-        return [
-            "timeout",
-            "60",
-            sys.executable,
-            "-S",
-            LAUNCHER,
-            "run",
-            str(self.path),
-            str(folder / "log"),
-            str(ranks),
-            str(script),
-        ]
+        words = (sys.executable, "-S", LAUNCHER, "run", self.path, folder / "log", ranks, script)
+        return ["timeout", "60", *map(str, words)]
 
     def audit(self, program: Program, folder: Path, hang: float = 3.0) -> AuditedJob:
         """Audit a program in an empty folder."""

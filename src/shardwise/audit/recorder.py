@@ -352,8 +352,8 @@ class Recorder:
         updated = {id(entry): entry for group in optimizer.param_groups for entry in group["params"]}
         modules = {id(entry): entry for root in self.roots for entry in root.parameters()} or updated
         parameters = [_local(entry) for entry in modules.values()]
-        grads = {id(grad): grad for entry in (modules | updated).values() if (grad := entry.grad) is not None}
-        gradients = [_local(grad) for grad in grads.values()]
+        summed = {id(one): one for entry in (modules | updated).values() if (one := entry.grad) is not None}
+        gradients = [_local(entry) for entry in summed.values()]
         # Copies that are updated in place of the modules' parameters, as DeepSpeed's.
         copies = [_local(entry) for name, entry in updated.items() if name not in modules]
         tensor = self.torch.Tensor
