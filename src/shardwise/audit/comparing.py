@@ -150,7 +150,7 @@ class _Judge:
     """Recorded rows beside a plan's."""
 
     def __init__(self, one: RankRecording, rows: list[RecordedRow], planned: Planned, expect: Layout | None) -> None:
-        self.recorded, self.planned, self.expect, self.each = rows, planned, expect, one.reduces_each
+        self.recorded, self.planned, self.expect, self.repeats = rows, planned, expect, one.repeats_reduction
         stored = {row[2] for row in one.model[3]} if one.model else set()
         self.stored = next(iter(stored)) if len(stored) == 1 else ""
         whole = sum(planned.trained.values())
@@ -187,7 +187,7 @@ class _Judge:
             unknown = row.what == "activations" and not any(what == row.what for what, _, _ in self.planned.rows)
             return row if unknown else replace(row, note="in no plan of the layout")
         times = {"gradients": self.reduced, "activations": self.activations}.get(row.what, self.passes)
-        times = times if row.phase or (row.what == "gradients" and self.each) else 1
+        times = times if row.phase or (row.what == "gradients" and self.repeats) else 1
         due = planned.elements * times
         excess, wrong = row.elements - due, False
         slack = max(_PADDING * due, 64 * row.calls) if row.what != "activations" else 0

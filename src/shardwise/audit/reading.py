@@ -60,7 +60,7 @@ class RankRecording:
     """Things that the recorder failed to note."""
 
     @property
-    def reduces_each(self) -> bool:
+    def repeats_reduction(self) -> bool:
         """Whether gradients of every micro-batch are reduced after its backward pass, as DeepSpeed's stage 2 does."""
         return (self.zero or 0) > 1
 

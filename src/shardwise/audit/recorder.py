@@ -46,7 +46,7 @@ BEAT = 0.5
 MEASURED_STEPS = 3
 """Steps whose bytes are counted: the state exists from the first one on."""
 END = 2.0
-"""Seconds that the recorder's and torch's threads have to end, each."""
+"""Seconds that the recorder's thread, and then torch's, have to end."""
 SAMPLE = 0.001
 """Seconds between two looks at the allocator in these steps, on CPUs."""
 
