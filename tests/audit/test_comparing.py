@@ -75,12 +75,22 @@ def test_clean_steps_are_equal_to_the_plan(calls, local) -> None:
     ],
 )  # fmt: skip
 def test_deepspeed_reduces_after_the_backward_pass(stage, ops, local, layout, note) -> None:
-    """And gathers after the update. Stages 1 and 2 make the same calls: its engine says which it is."""
+    """And gathers after the update. Its engine says which stage it is; from 2 on it reduces every micro-batch."""
     more = {"phase": "", "engine": "deepspeed"}
-    audit = audited([*(call(op, 2 * BLOCK, **more) for op in ops), call("all_reduce", 1, **more)], local, zero=stage)
+    calls = [*(call(op, 2 * BLOCK, **more) for op in ops), call("all_reduce", 1, **more)]
+    audit, again = (audited(some, local, zero=stage) for some in (calls, [calls[0], *calls]))
+    assert notes(again) == (["gradients: 2 times what is due"] if (stage or 0) < 2 else [])
     assert audit.understood.layout == Layout.parse(f"{layout},precision=fp32")
     assert notes(audit) == [] and notes(audit, False) == ([note] if note else [])
     assert [row.what for row in audit.traffic if row.due == row.elements] == ["gradients", "parameters"][: len(ops)]
+
+
+def test_a_failure_behind_the_end_of_every_rank() -> None:
+    """torch 2.14's gloo threads may abort a process while Python shuts down, also without an audit."""
+    for exits in ((9.0, 9.0), (9.0, None)):
+        ranks = [RankRecording(rank, (), 2, exit=at) for rank, at in enumerate(exits)]
+        cause = audit_of(AuditedJob(1, 1.0, ranks, None, False), "").cause
+        assert ("while Python shut down" in cause) == all(exits) and cause.startswith("calls of all ranks meet")
 
 
 def test_micro_batches_that_do_not_reduce_gather_more_often() -> None:
@@ -127,6 +137,14 @@ def test_an_expected_layout_is_what_is_due() -> None:
     audit = audited([call("all_reduce", 1, "", "")], 1, "dp=2,precision=fp32")
     assert notes(audit) == [f"gradients: never sent: {2 * BLOCK:,} elements in 2 calls are due"]
     assert notes(audited([call("all_reduce", 1, "", "")])) == []
+
+
+def test_an_unmet_expectation_is_the_cause() -> None:
+    """Before what differs from a layout that the program does not have; a budget is behind what is wrong."""
+    few = [call("all_reduce", 2 * BLOCK - 16, engine="ddp")]
+    for calls, expect, first in ((few, "dp=4", "layout: "), (DDP, "", "bytes: "), (few, "", "wrong: gradients")):
+        audit, layout = audited(calls, 1, expect), Layout.parse(expect) if expect else None
+        assert replace(audit, failures=failures_of(audit, layout, {"bytes": 1})).cause.startswith(first)
 
 
 @pytest.mark.parametrize("missing", [0, 128])

@@ -95,6 +95,40 @@ def test_a_call_that_is_new_leaves_two_ranks_undecided() -> None:
     assert found is not None and found.sure and (found.kind, found.ranks) == ("skipped", (2,))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_new_call_on_another_group(ranks) -> None:
+    """Rank 0 alone comes to a barrier, while DeepSpeed's calls have their group. Of two ranks none is surely wrong."""
+    group = WORLD[:ranks]
+    usual = [replace(one, group=group, comm="deepspeed") for one in steps(USUAL)][:9]
+    others = [*usual[:8], replace(usual[8], state="started")]
+    alone = [*usual[:8], call(30, 1, 2, op="barrier", state="started", group=group)]
+    found = first_difference(recordings([alone, *[others] * (ranks - 1)], marks=2))
+    assert found is not None and found.sure == (ranks == 4) and "barrier" in found.text and "all_reduce" in found.text
+    assert not found.sure or (found.ranks == (0,) and "it waits in barrier" in found.text)
+
+
+def test_of_two_sides_of_a_skip_the_skipping_one_is_said() -> None:
+    """Rank 3 has a micro-batch less, and is in the call of all ranks where 2 waits for it in their group."""
+    micro, loss = call(5, 100, op="all_gather_into", group=(2, 3), comm="shard"), call(9)
+    alone = replace(micro, group=(0, 1))
+    ranks = [steps([pair, pair, loss], 3)[:8] for pair in (alone, alone, micro, micro)]
+    ranks[2][-1], ranks[3][-1] = (replace(one, step=2, state="started") for one in (micro, loss))
+    found = first_difference(recordings(ranks, marks=2))
+    assert found is not None and (found.sure, found.ranks, found.where) == (True, (3,), "train.py:5")
+
+
+def test_a_first_step_says_not_how_many_calls_are_usual() -> None:
+    """DeepSpeed's stage 3 gathers parameters singly until it has seen one; rank 1 has a micro-batch less."""
+    first, gather, scatter, loss = (
+        call(line, size, group=(0, 1)) for line, size in ((5, 10), (5, 60), (5, 80), (9, 4))
+    )
+    later = [replace(one, step=1) for one in (loss, gather, scatter, gather, loss)]
+    whole = [first, scatter, gather, scatter, *later[:4]]
+    less = [*whole[:-1], replace(later[4], state="started")]
+    found = first_difference(recordings([[*whole[:-1], replace(whole[-1], state="started")], less], marks=1))
+    assert found is not None and (not found.sure or found.ranks == (1,))
+
+
 def test_another_operation_of_a_known_line_is_new() -> None:
     """DDP broadcasts its new buckets once; the rank that has a micro-batch less does not come to it."""
     group = {"group": (0, 1)}
@@ -142,12 +176,7 @@ def test_a_rank_that_ended_after_fewer_steps() -> None:
     group = {"group": (0, 1)}
     pair = [replace(one, calls=tuple(replace(call, **group) for call in one.calls)) for one in (more, less)]
     found = first_difference([pair[0], replace(pair[1], exit=99.0)])
-    assert found is not None and (found.kind, found.ranks, found.sure, found.where) == (
-        "ended",
-        (1,),
-        True,
-        "train.py:5",
-    )
+    assert found is not None and (found.kind, *found.ranks, found.sure, found.where) == ("ended", 1, True, "train.py:5")
     assert found.text.startswith("rank 1 ended after 4 steps, and rank 0 made all_reduce of 100 B")
 
 

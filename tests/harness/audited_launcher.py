@@ -1,12 +1,13 @@
 """A launcher of programs that are audited, which imports torch once for many of them and forks their ranks.
 
-    python audited_launcher.py serve SOCKET
+    python audited_launcher.py serve SOCKET [MODULE...]
     python -S audited_launcher.py run SOCKET LOG RANKS PROGRAM
 
 As torchrun does, it ends the other ranks when one fails, and returns its exit code. The server must have been started
 in the environment of an audit, so that its torch has the recorder; each program has the environment of its `run`.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -16,7 +17,7 @@ import sys
 from contextlib import suppress
 
 
-def serve(path: str) -> None:
+def serve(path: str, *modules: str) -> None:
     sys.path.pop(0)  # this folder has modules with names of others
     import torch
     import torch.distributed.fsdp
@@ -24,6 +25,8 @@ def serve(path: str) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
+    for module in modules:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:

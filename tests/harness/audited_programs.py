@@ -55,6 +55,11 @@ for step in range({steps}):
 
 DDP = "from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(net())"
 
+FSDP2 = "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
+TP = """from torch.distributed.tensor.parallel import parallelize_module, ColwiseParallel, RowwiseParallel
+plan = {{'up': ColwiseParallel(), 'down': RowwiseParallel()}}
+"""
+
 MODELS = {
     "ddp": (2, "dp=2", DDP),
     "ddp4": (4, "dp=4", DDP),
@@ -64,16 +69,9 @@ MODELS = {
         "for p in model.parameters():\n"
         "    p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # MICRO",
     ),
-    "fsdp2": (
-        2, "dp=2,zero=3",
-        "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
-        "for block in model: fully_shard(block)\nfully_shard(model)",
-    ),
+    "fsdp2": (2, "dp=2,zero=3", FSDP2 + "for part in (*model, model): fully_shard(part)"),
     "fsdp2 kept": (
-        2, "dp=2,zero=2",
-        "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
-        "for block in model: fully_shard(block, reshard_after_forward=False)\n"
-        "fully_shard(model, reshard_after_forward=False)",
+        2, "dp=2,zero=2", FSDP2 + "for part in (*model, model): fully_shard(part, reshard_after_forward=False)",
     ),
     "fsdp1": (
         2, "dp=2,zero=3",
@@ -83,26 +81,20 @@ MODELS = {
     ),
     "hsdp": (
         4, "dp=4,zero=3,shard=2",
-        "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
-        "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('r', 's'))\n"
-        "for block in model: fully_shard(block, mesh=mesh)\nfully_shard(model, mesh=mesh)",
+        FSDP2 + "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('r', 's'))\n"
+        "for part in (*model, model): fully_shard(part, mesh=mesh)",
     ),
-    "zero1": (
-        2, "dp=2,zero=1", DDP,
-    ),
+    "zero1": (2, "dp=2,zero=1", DDP),
     "tp": (
         2, "tp=2",
-        "from torch.distributed.tensor.parallel import parallelize_module, ColwiseParallel, RowwiseParallel\n"
-        "mesh = init_device_mesh('cpu', (2,))\nmodel = net()\n"
-        "for block in model: parallelize_module(block, mesh, {{'up': ColwiseParallel(), 'down': RowwiseParallel()}})",
+        TP + "mesh, model = init_device_mesh('cpu', (2,)), net()\n"
+        "for block in model: parallelize_module(block, mesh, plan)",
     ),
     "fsdp2 tp": (
         4, "dp=2,tp=2,zero=3",
-        "from torch.distributed.fsdp import fully_shard\n"
-        "from torch.distributed.tensor.parallel import parallelize_module, ColwiseParallel, RowwiseParallel\n"
-        "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\nmodel = net()\n"
+        TP + FSDP2 + "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\n"
         "for block in model:\n"
-        "    parallelize_module(block, mesh['tp'], {{'up': ColwiseParallel(), 'down': RowwiseParallel()}})\n"
+        "    parallelize_module(block, mesh['tp'], plan)\n"
         "    fully_shard(block, mesh=mesh['dp'])\n"
         "fully_shard(model, mesh=mesh['dp'])",
     ),
@@ -132,32 +124,6 @@ for step in range({steps}):
     opt.zero_grad()
 """
 
-TRAINER = """
-import transformers, logging
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, TrainerCallback
-config = LlamaConfig(vocab_size=64, hidden_size={width}, intermediate_size=32, num_hidden_layers={layers},
-                     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
-rows = [dict(input_ids=torch.arange(8), labels=torch.arange(8)) for _ in range(64)]
-arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps={steps}, report_to=[], use_cpu=True,
-                              save_strategy="no", logging_strategy="no", disable_tqdm=True)
-trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-trainer.train()  # MICRO
-for step in range({steps}):
-    evaluated = model(torch.ones(2, {width})) if (model := net()) else None
-"""
-
-ACCELERATE = """
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-model = net()
-model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-for step in range({steps}):
-    for micro in range({micro} - wrong("unequal")):
-        accelerator.backward(model(torch.randn(4, {width})).square().mean())  # MICRO
-    opt.step()  # STEP
-    opt.zero_grad()
-"""
-
 BY_HAND = """
 model = net()
 opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -183,8 +149,8 @@ for step in range({steps}):
     opt.zero_grad()
 """
 
-WHOLE = {"trainer": (2, "dp=2", TRAINER), "accelerate": (2, "dp=2", ACCELERATE)}
-"""Kind -> ranks, its layout, and its program up to the last step."""
+WHOLE: dict[str, tuple[int, str, str]] = {}
+"""Kind -> ranks, its layout, and its program up to the last step: of libraries that tests do not need."""
 PIPELINES = {
     "pp by hand": (3, "pp=3,schedule=gpipe", 1, ""),
     "gpipe": (2, "pp=2,schedule=gpipe", 1, "ScheduleGPipe"),
@@ -255,4 +221,4 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
     return Program(kind, ranks, layout, text, mistake, wrong, step, lines_of(text, *NAMED[mistake]) if mistake else ())
 
 
-KINDS = (*MODELS, *PIPELINES, *WHOLE)
+KINDS = (*MODELS, *PIPELINES)

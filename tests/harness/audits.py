@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness import audited_launcher
@@ -15,12 +16,13 @@ LAUNCHER = str(audited_launcher.__file__)
 
 
 class AuditServer:
-    """A process that has imported torch with the recorder; it ends at `close`."""
+    """A process that has imported torch with the recorder; it ends at `close`. python: its interpreter. modules: others
+    that it imports before it forks ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable, modules: Sequence[str] = ()) -> None:
         self.path = folder / "socket"
         environment = audited_environment(folder / "unused")
-        self._process = subprocess.Popen([sys.executable, LAUNCHER, "serve", str(self.path)], env=environment)
+        self._process = subprocess.Popen([python, LAUNCHER, "serve", str(self.path), *modules], env=environment)
         deadline = time.monotonic() + 300
         while not self.path.exists():
             assert self._process.poll() is None and time.monotonic() < deadline, "the server did not start"
@@ -28,18 +30,8 @@ class AuditServer:
 
     def command(self, folder: Path, ranks: int, script: Path) -> list[str]:
         """The command line of a program, which ends within a minute."""
-        return [
-            "timeout",
-            "60",
-            sys.executable,
-            "-S",
-            LAUNCHER,
-            "run",
-            str(self.path),
-            str(folder / "log"),
-            str(ranks),
-            str(script),
-        ]
+        words = (sys.executable, "-S", LAUNCHER, "run", self.path, folder / "log", ranks, script)
+        return ["timeout", "60", *map(str, words)]
 
     def audit(self, program: Program, folder: Path, hang: float = 3.0) -> AuditedJob:
         """Audit a program in an empty folder."""

@@ -150,7 +150,7 @@ class _Judge:
     """Recorded rows beside a plan's."""
 
     def __init__(self, one: RankRecording, rows: list[RecordedRow], planned: Planned, expect: Layout | None) -> None:
-        self.recorded, self.planned, self.expect = rows, planned, expect
+        self.recorded, self.planned, self.expect, self.repeats = rows, planned, expect, one.repeats_reduction
         stored = {row[2] for row in one.model[3]} if one.model else set()
         self.stored = next(iter(stored)) if len(stored) == 1 else ""
         whole = sum(planned.trained.values())
@@ -187,7 +187,8 @@ class _Judge:
             unknown = row.what == "activations" and not any(what == row.what for what, _, _ in self.planned.rows)
             return row if unknown else replace(row, note="in no plan of the layout")
         times = {"gradients": self.reduced, "activations": self.activations}.get(row.what, self.passes)
-        due = planned.elements * (times if row.phase else 1)
+        times = times if row.phase or (row.what == "gradients" and self.repeats) else 1
+        due = planned.elements * times
         excess, wrong = row.elements - due, False
         slack = max(_PADDING * due, 64 * row.calls) if row.what != "activations" else 0
         if excess < 0 and row.what == "gradients":
@@ -208,8 +209,8 @@ class _Judge:
             note, wrong = times_due, row.what != "activations"
         elif excess > 0 and due:
             note = _joined(f"{excess / due:.1%} padding", note)
-        calls = planned.calls * (times if row.phase else 1)
-        return self._typed(replace(row, due=due, due_calls=calls, note=note, wrong=wrong), planned.dtype)
+        row = replace(row, due=due, due_calls=planned.calls * times, note=note, wrong=wrong)
+        return self._typed(row, planned.dtype)
 
     def _due(self, row: RecordedRow) -> tuple[PlannedRow | None, str]:
         """(what a plan has in a row's place, why it is another call)."""

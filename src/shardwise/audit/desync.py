@@ -1,18 +1,14 @@
-"""Calls of ranks that cannot meet: who did not make one, who made another one, and where.
-
-One comparison for programs that were recorded here and for files of other software. What a mismatch of a recorded
-program began with, by its lines and steps, is in `differences.py`.
-"""
+"""Calls of ranks that cannot meet: of one group, or of one pair. What a mismatch began with, by the lines and steps of
+the ranks, is in `differences.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shardwise.audit.calls import MESSAGES, Call
 from shardwise.audit.reading import RankRecording
-from shardwise.codec import Json
 from shardwise.report.units import format_bytes, format_ranks
 
 Group = tuple[int, ...]
@@ -102,7 +98,8 @@ def grouped(recordings: Iterable[RankRecording]) -> Groups:
 
 
 def mismatches(groups: Groups, ended: Iterable[int] = ()) -> Iterator[Mismatch]:
-    """The first mismatch of every group. ended: ranks that will make no more calls."""
+    """The first mismatch of every group, unless all are still in an earlier call. ended: ranks that will make no more
+    calls."""
     for key, calls in groups.items():
         for index in range(max(map(len, calls.values()))):
             here = [some[index] for some in calls.values() if index < len(some)]
@@ -114,6 +111,8 @@ def mismatches(groups: Groups, ended: Iterable[int] = ()) -> Iterator[Mismatch]:
             if len(here) < len(calls):
                 if here[0].rank in ended or any(call.op not in MESSAGES or call.state != "completed" for call in here):
                     yield mismatch
+                break
+            if key[0] != "message" and all(call.state != "completed" for call in here):
                 break
 
 
@@ -130,115 +129,14 @@ def _kinds(calls: Iterable[Call]) -> list[list[Call]]:
     return kinds
 
 
-Kind = Literal["mismatch", "missing", "silent", "deadlock", "unfinished"]
-"""Another call; none; a rank without a recording, for which others wait; ranks that wait for each other; a call that
-all entered and none left."""
-
-
-@dataclass(frozen=True)
-class Desync(Json):
-    """Ranks that differ from the others of a group at one call."""
-
-    kind: Kind
-    group: Group
-    number: int
-    """Of the call among those of the group that all dumps have, from 0."""
-    call: Call
-    """The call of a rank that made it as most did."""
-    ranks: Group
-    """Ranks that did not make it, or made another one; of "unfinished", all ranks."""
-    instead: tuple[Call | None, ...]
-    """For each of `ranks`: the call that it made instead, or the last one before, in any group; None: there is none."""
-    parted: tuple[str, str] | None = None
-    """(line of the first of `ranks`, line of the others) of the first call at which they came from different lines."""
-
-    @property
-    def sentence(self) -> str:
-        """The result in words: rank, call and line."""
-        what = describe(self.call, False)
-        of = f"call {self.number} of {format_ranks(self.group)}"
-        who = format_ranks(self.ranks)
-        if self.kind == "unfinished":
-            return f"all ranks entered {what}, {of}: a broken or slow link, or dumps that were taken while it ran"
-        if self.kind == "silent":
-            return f"{what}, {of}, waits for {who}, of which there is no recording"
-        first = self.instead[0]
-        at = f": {describe(first, False)}" if first else ""
-        others = tuple(rank for rank in self.group if rank not in self.ranks)
-        if self.kind == "mismatch" and first and len(self.ranks) >= len(others):
-            return f"{who} made {describe(first, False)}, and {format_ranks(others)} made {what}, as {of}"
-        if self.kind == "mismatch":
-            return f"{who} made another call than the others, {what}, {of}{at}"
-        after = f"; the last call there{at}" if first else "; it made no call"
-        if self.parted:
-            after += "; it left the way of the others at {}, where they are at {}".format(*self.parted)
-        if self.kind == "deadlock":
-            return f"{who} did not enter {what}, {of}, and waits in another call for ranks that wait here{after}"
-        return f"{who} did not enter {what}, {of}{after}"
-
-
-def describe(call: Call, whole: bool = True) -> str:
-    """A call in words: operation, bytes and line; as a whole its type and ranks, else whether it has ended."""
+def describe(call: Call) -> str:
+    """A call in words: operation, its number in the group where it has one, bytes, type, ranks and line."""
     size = max(call.inputs, call.outputs)
-    text = f"{call.op} of {format_bytes(size)}" if size and call.op != "barrier" else call.op
-    if whole and size and call.op != "barrier":
-        text += f" {call.dtype}"
+    text = f"{call.op} {call.number}" if call.number else call.op
+    if size and call.op != "barrier":
+        text += f" of {format_bytes(size)} {call.dtype}".rstrip()
     if call.op in MESSAGES:
         text += f" {'to' if call.op == 'send' else 'from'} rank {call.peer}" if call.peer is not None else ""
-    elif whole and call.group:
+    elif call.group:
         text += f" on {format_ranks(call.group)}"
-    text += f" at {call.where}" if call.where else ""
-    return text if whole or call.state == "completed" else f"{text} (not ended)"
-
-
-def find_desync(recordings: Sequence[RankRecording]) -> Desync | None:
-    """The disagreement that explains the others; None where all ranks agree.
-
-    Of several groups: a mismatch, then a call that a rank which waits nowhere did not enter, by time.
-    """
-    groups = grouped(recordings)
-    calls = {one.rank: one.calls for one in recordings}
-    stuck = {one.group: one for key, rows in groups.items() if key[0] != "message" and (one := _stuck(key[1], rows))}
-    results = []
-    for mismatch in mismatches(groups):
-        before = stuck.get(mismatch.group)
-        if mismatch.hard or before is None or before.number > mismatch.index:
-            stuck.pop(mismatch.group, None)
-            results.append(_desync(mismatch, calls))
-    results += stuck.values()
-    for i, one in enumerate(results):
-        others = [[call for call in calls[rank] if call.group != one.group] for rank in one.ranks if rank in calls]
-        if one.kind == "missing" and all(any(call.state != "completed" for call in made) for made in others):
-            results[i] = replace(one, kind="deadlock")
-    return min(results, key=lambda one: (get_args(Kind).index(one.kind), one.call.begin or 0.0), default=None)
-
-
-def _desync(mismatch: Mismatch, calls: Mapping[int, Sequence[Call]]) -> Desync:
-    """A mismatch as what the fewest ranks did."""
-    rows, number = mismatch.calls, mismatch.index
-    most = max(_kinds(mismatch.unmatched()), key=len)
-    usual = {call.rank for call in most}
-    if mismatch.hard:
-        odd = {call.rank: call for call in mismatch.unmatched() if call.rank not in usual}
-        return Desync("mismatch", mismatch.group, number, most[0], tuple(odd), tuple(odd.values()))
-    missing = tuple(rank for rank, made in rows.items() if number >= len(made))
-    pair = zip(rows[missing[0]], rows[most[0].rank], strict=False)
-    parted = next(((a.where, b.where) for a, b in pair if a.where != b.where), None)
-    message = most[0].op in MESSAGES
-    last = tuple(_last(calls[rank]) for rank in missing)
-    return Desync("missing", mismatch.group, number, most[0], missing, last, None if message else parted)
-
-
-def _stuck(group: Group, rows: Mapping[int, Sequence[Call]]) -> Desync | None:
-    """The first call of a group that no rank has left. Where it has ended on one, it is about to end on the others."""
-    for number, here in enumerate(zip(*rows.values(), strict=False)):
-        if len(group) > 1 and all(call.state != "completed" for call in here):
-            if silent := tuple(rank for rank in group if rank not in rows):
-                return Desync("silent", group, number, here[0], silent, (None,) * len(silent))
-            return Desync("unfinished", group, number, here[0], tuple(rows), here)
-    return None
-
-
-def _last(made: Sequence[Call]) -> Call | None:
-    """The call in which a rank waits, else the last one that it made."""
-    return next((call for call in made if call.state != "completed"), made[-1] if made else None)
+    return f"{text} at {call.where}" if call.where else text

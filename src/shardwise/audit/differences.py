@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
@@ -22,7 +22,8 @@ from shardwise.codec import Json
 from shardwise.report.units import format_ranks
 
 Kind = Literal[
-    "skipped", "extra", "reordered", "operation", "size", "dtype", "root", "group", "died", "error", "ended", "waiting"
+    "skipped", "extra", "reordered", "operation", "size", "dtype", "root", "group", "died", "error", "ended", "waiting",
+    "silent", "unfinished",
 ]  # fmt: skip
 _REACH = 12
 """Calls over which a shift between two ranks is looked for."""
@@ -55,6 +56,12 @@ class Difference(Json):
     """What every rank was doing at the end."""
 
     json_omits = ("waiting",)
+
+    def waiting_lines(self, most: int) -> Iterator[str]:
+        """What every rank was doing, for a terminal."""
+        yield from (f"  {text}" for text in self.waiting[:most])
+        if len(self.waiting) > most:
+            yield f"  and {len(self.waiting) - most} ranks more"
 
 
 class _Place(NamedTuple):
@@ -101,6 +108,10 @@ class _Program:
         mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
+    def waits_in(self, rank: int) -> Call | None:
+        """A rank's last call, if it has not ended."""
+        return next((call for call in self.calls(rank)[-1:] if call.state != "completed"), None)
+
     def first(self, call: Call) -> bool:
         """Whether no rank made such a call at this line before."""
         every = (entry for one in self.recordings.values() for entry in one.calls)
@@ -141,14 +152,34 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
     results = sorted(mismatches(program.groups, left), key=lambda one: (not one.hard, one.time))
     ends = _ended(program)
     if results and results[0].hard:
-        return _finish(program, _located(program, results[0]))
+        return _finish(program, _Parting(program, results[0]).difference())
     if ends is not None:
         return _finish(program, ends)
-    waits = [_located(program, one) for one in results[:_REACH] if not one.hard]
-    # A rank that skips a call may be seen from both sides: that it went on, and that it did not come.
-    waits.sort(key=lambda one: (not one.sure, one.kind == "extra"))
+    waits = [_Parting(program, one).difference() for one in results[:_REACH] if not one.hard]
+    # A rank that waits is late itself. One that skips a call may be seen from both sides: that it went on, and that it
+    # did not come.
+    waits.sort(
+        key=lambda one: (not one.sure or any(map(program.waits_in, one.ranks)), not one.sure, one.kind == "extra")
+    )
     first = waits[0] if waits else _ended(program, communication=True)
     return first and _finish(program, first)
+
+
+def unfinished(recordings: Sequence[RankRecording]) -> Difference | None:
+    """A call that all recorded ranks of a group entered and none left, first one that waits for other ranks."""
+    known = {one.rank for one in recordings}
+    results: list[tuple[Difference, float]] = []
+    for key, rows in grouped(recordings).items():
+        waiting = (some for some in zip(*rows.values(), strict=False) if all(one.state != "completed" for one in some))
+        if key[0] == "message" or len(key[1]) < 2 or (here := next(waiting, None)) is None:
+            continue
+        call, silent = here[0], tuple(rank for rank in key[1] if rank not in known)
+        text = f"all ranks entered {describe(call)}: a broken or slow link, or dumps that were taken while it ran"
+        if silent:
+            text = f"{describe(call)} waits for {format_ranks(silent)}, of which there is no recording"
+        kind: Kind = "silent" if silent else "unfinished"
+        results.append((_at(kind, silent or tuple(rows), call, text), call.begin or 0.0))
+    return min(results, key=lambda one: (one[0].kind == "unfinished", one[1]), default=(None, 0.0))[0]
 
 
 def _finish(program: _Program, difference: Difference) -> Difference:
@@ -181,8 +212,7 @@ def _ended(program: _Program, communication: bool = False) -> Difference | None:
     if not ends:
         return None
     _, one = min(ends, key=lambda end: end[0])
-    last = one.calls[-1] if one.calls else None
-    step = last.step if last else 0
+    last, step = one.calls[-1] if one.calls else None, len(one.steps)
     if one.error is not None:
         where = one.error[2]
         return Difference(
@@ -195,232 +225,221 @@ def _ended(program: _Program, communication: bool = False) -> Difference | None:
 # -- Where a difference began
 
 
-def _located(program: _Program, candidate: Mismatch) -> Difference:
-    """The place at which the ranks of a candidate began to differ."""
-    steps = [len(program.recordings[rank].steps) for rank in candidate.calls]
-    marked = max(steps) - min(steps) <= 1
-    messages = any(call.op in MESSAGES for some in candidate.calls.values() for call in some)
-    sequences = {
-        rank: _with_steps(calls, len(program.recordings[rank].steps))
-        if marked
-        else [_Place(signature_of(call), call) for call in calls]
-        for rank, calls in candidate.calls.items()
-    }
-    see: Callable[[CallSignature], CallSignature] = both_ends if messages else lambda token: token
-    index = _diverged(sequences, see, candidate)
-    if (early := _ended_early(program, sequences, index)) is not None:
-        return early
-    unlike: dict[CallSignature | None, list[int]] = defaultdict(list)
-    for rank, places in sequences.items():
-        token = see(places[index].token) if index < len(places) else None
-        unlike[token].append(rank)
-    ranks, sure = _deviants(program, sequences, index, list(unlike.values()), see)
-    others = [rank for rank in sequences if rank not in ranks]
-    if not sure or not others:
-        return _unsure(sequences, index, candidate)
-    return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
+def _at(kind: Kind, ranks: Iterable[int], call: Call, text: str, sure: bool = True) -> Difference:
+    return Difference(kind, tuple(ranks), sure, call.where, call.op, call.step, text)
 
 
-def _ended_early(program: _Program, sequences: dict[int, list[_Place]], index: int) -> Difference | None:
-    """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
-    ended = tuple(
-        rank
-        for rank, places in sequences.items()
-        if len(places) == index and program.recordings[rank].exit is not None and program.recordings[rank].error is None
-    )
-    others = [places[index].call for rank, places in sequences.items() if rank not in ended and index < len(places)]
-    if not ended or not others or others[0] is None:
-        return None
-    call, steps = others[0], len(program.recordings[ended[0]].steps)
-    if not steps or call.step < steps:
-        return None
-    text = f"{format_ranks(ended)} ended after {steps} steps, and rank {call.rank} made {describe(call)}"
-    return Difference("ended", ended, True, call.where, call.op, call.step, text)
+class _Parting:
+    """The place at which the ranks of a mismatch began to differ."""
 
+    def __init__(self, program: _Program, candidate: Mismatch) -> None:
+        self.program, self.candidate = program, candidate
+        steps = {rank: len(program.recordings[rank].steps) for rank in candidate.calls}
+        marked = max(steps.values()) - min(steps.values()) <= 1
+        self.sequences = {
+            rank: _with_steps(calls, steps[rank]) if marked else [_Place(signature_of(call), call) for call in calls]
+            for rank, calls in candidate.calls.items()
+        }
+        messages = any(call.op in MESSAGES for some in candidate.calls.values() for call in some)
+        self.see: Callable[[CallSignature], CallSignature] = both_ends if messages else lambda token: token
+        self.index = self._diverged()
+        self.places = {rank: next(iter(some[self.index :]), None) for rank, some in self.sequences.items()}
+        """What every rank did there; None at its end."""
+        self.made = {
+            rank: (place.call if place else None) or program.waits_in(rank) for rank, place in self.places.items()
+        }
+        """The call that it made there, else the one in which it waits, in any group."""
 
-def _diverged(
-    sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: Mismatch
-) -> int:
-    """The first index at which sequences do something else, or are shifted against one another."""
-    longest = max(map(len, sequences.values()))
-    for index in range(longest):
-        tokens = {r: see(places[index].token) if index < len(places) else None for r, places in sequences.items()}
-        kinds = set(tokens.values())
-        if len(kinds) == 1 or kinds == {None, see(_STEP.token)}:  # a rank that waits has not come to its step
-            continue
-        if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
-            return index
-        for a, b in permutations(sequences.values(), 2):  # one does here, by its line, what the other does later
-            mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
-            if mine != theirs[0] and mine in theirs[1:]:
+    def _diverged(self) -> int:
+        """The first index at which sequences do something else, or are shifted against one another."""
+        sequences, see = self.sequences.values(), self.see
+        for index in range(max(map(len, sequences))):
+            kinds = {see(places[index].token) if index < len(places) else None for places in sequences}
+            if len(kinds) == 1 or kinds == {None, see(_STEP.token)}:  # a rank that waits has not come to its step
+                continue
+            if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
                 return index
-    calls = (some[last] for some in sequences.values() for last in range(len(some)) if some[last].call is not None)
-    unmatched = next(place for place in calls if place.call in candidate.unmatched())
-    return next(some.index(unmatched) for some in sequences.values() if unmatched in some)
+            windows = {tuple(place.token for place in some[index : index + _REACH]) for some in sequences}
+            # One does here, by its line, what the other does later.
+            if any(a[0] != b[0] and a[0] in b[1:] for a, b in permutations(windows, 2)):
+                return index
+        unmatched = self.candidate.unmatched()
+        return next(at for some in sequences for at, place in enumerate(some) if place.call and place.call in unmatched)
 
+    def difference(self) -> Difference:
+        if (early := self._ended_early()) is not None:
+            return early
+        absent = self._absent()
+        ranks, sure = (absent, True) if absent else self._deviants()
+        others = [rank for rank in self.sequences if rank not in ranks]
+        return (self._described(ranks, others) if sure and others else None) or self._unsure()
 
-def _deviants(
-    program: _Program, sequences: dict[int, list[_Place]], index: int, classes: list[list[int]],
-    see: Callable[[CallSignature], CallSignature],
-) -> tuple[list[int], bool]:  # fmt: skip
-    """(ranks that differ, whether that is sure): a minority, or who does what has not been done before."""
-    classes.sort(key=len)
-    total = len(sequences)
-    minority = [rank for some in classes[:-1] for rank in some]
-    if len(minority) * 2 < total:
-        return minority, True
-    if odd := _by_count(sequences, index, see):
-        return odd, True
-    scores = {}
-    for some in classes:
-        scores[tuple(some)] = max(_habit(program, sequences[rank], index, rank) for rank in some)
-    best = max(scores.values())
-    odd = [rank for some, score in scores.items() if score < best for rank in some]
-    calls = [sequences[rank][index].call for rank in odd if index < len(sequences[rank])]
-    if any(call is not None and program.first(call) for call in calls):
-        return minority, False  # a line that is new may be right, and the rank that did not come to it wrong
-    rest = max((score for score in scores.values() if score < best), default=best)
-    # New arguments of a line that both are at need no more than one call like it before.
-    lines = {some[index].token.where if index < len(some) else "" for some in sequences.values()}
-    clear = best >= (1 if rest == 0 and len(lines) == 1 else 2) and best >= _CLEAR * rest
-    return (odd, True) if odd and clear and list(scores.values()).count(best) == 1 else (minority, False)
+    def _ended_early(self) -> Difference | None:
+        """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
+        known = self.program.recordings
+        ended = [
+            rank for rank, place in self.places.items()
+            if not place and known[rank].exit is not None and known[rank].error is None
+        ]  # fmt: skip
+        others = [place.call for place in self.places.values() if place]
+        if not ended or not others or (call := others[0]) is None:
+            return None
+        steps = len(known[ended[0]].steps)
+        if not steps or call.step < steps:
+            return None
+        text = f"{format_ranks(tuple(ended))} ended after {steps} steps, and rank {call.rank} made {describe(call)}"
+        return _at("ended", ended, call, text)
 
+    def _absent(self) -> list[int]:
+        """Ranks that have come to no further call, and wait in none, where others wait for them."""
+        waited = any(call.state != "completed" for call in self.made.values() if call is not None)
+        known = self.program.recordings
+        return [rank for rank, call in self.made.items() if waited and call is None and known[rank].exit is None]
 
-def _by_count(
-    sequences: dict[int, list[_Place]], index: int, see: Callable[[CallSignature], CallSignature]
-) -> list[int]:
-    """Ranks that made a call less, or else more, often in this step than all did in every other step."""
-    made: dict[int, list[list[CallSignature]]] = {}
-    for rank, places in sequences.items():
-        made[rank] = [[]]
-        for place in places:
-            if place.call is None:
-                made[rank].append([])
-            else:
-                made[rank][-1].append(see(place.token))
-    step = {rank: sum(place.call is None for place in places[:index]) for rank, places in sequences.items()}
-    others = [one for rank, some in made.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
-    less, more = set(), set()
-    for token in {token for one in others for token in one}:
-        usual = {one.count(token) for one in others}
-        due = max(usual)
-        # What no rank makes in this step is made once, as a setup is.
-        if len(usual) == 1 and any(token in some[step[rank]] for rank, some in made.items()):
-            ends = [len(one) - one[::-1].index(token) for one in others]
-            # Calls that follow all of these.
-            behind = set.intersection(*(set(one[end:]) - set(one[:end]) for one, end in zip(others, ends, strict=True)))
-            for rank, some in made.items():
-                here = some[step[rank]]
-                over = step[rank] < len(some) - 1 or bool(behind & set(here))
-                less |= {rank} if here.count(token) < due and over else set()
-                more |= {rank} if here.count(token) > due else set()
-    odd = less or more
-    return sorted(odd) if len(odd) < len(sequences) else []
+    def _deviants(self) -> tuple[list[int], bool]:
+        """(ranks that differ, whether that is sure): a minority, or who does what has not been done before."""
+        unlike: dict[CallSignature | None, list[int]] = defaultdict(list)
+        for rank, place in self.places.items():
+            unlike[place and self.see(place.token)].append(rank)
+        classes = sorted(unlike.values(), key=len)
+        minority = [rank for some in classes[:-1] for rank in some]
+        if len(minority) * 2 < len(self.sequences):
+            return minority, True
+        if odd := self._by_count():
+            return odd, True
+        scores = {tuple(some): max(map(self._habit, some)) for some in classes}
+        best = max(scores.values())
+        odd = [rank for some, score in scores.items() if score < best for rank in some]
+        if any((call := self.made[rank]) is not None and self.program.first(call) for rank in odd):
+            return minority, False  # a line that is new may be right, and the rank that did not come to it wrong
+        rest = max((score for score in scores.values() if score < best), default=best)
+        # New arguments of a line that both are at need no more than one call like it before.
+        lines = {place.token.where if place else "" for place in self.places.values()}
+        clear = best >= (1 if rest == 0 and len(lines) == 1 else 2) and best >= _CLEAR * rest
+        return (odd, True) if odd and clear and list(scores.values()).count(best) == 1 else (minority, False)
 
+    def _by_count(self) -> list[int]:
+        """Ranks that made a call less, or else more, often in this step than all did in every other step."""
+        made: dict[int, list[list[CallSignature]]] = {}
+        for rank, places in self.sequences.items():
+            made[rank] = [[]]
+            for place in places:
+                if place.call is None:
+                    made[rank].append([])
+                else:
+                    made[rank][-1].append(self.see(place.token))
+        step = {rank: sum(one.call is None for one in some[: self.index]) for rank, some in self.sequences.items()}
+        numbered = [(at, one) for rank, some in made.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
+        others = [one for _, one in numbered]
+        later = any(at for at, _ in numbered)  # a first step alone may have fewer calls, as DeepSpeed's stage 3 has
+        less, more = set(), set()
+        for token in {token for one in others for token in one}:
+            usual = {one.count(token) for one in others}
+            due = max(usual)
+            # What no rank makes in this step is made once, as a setup is.
+            if len(usual) == 1 and any(token in some[step[rank]] for rank, some in made.items()):
+                ends = [len(one) - one[::-1].index(token) for one in others]
+                # Calls that follow all of these.
+                behind = set.intersection(
+                    *(set(one[end:]) - set(one[:end]) for one, end in zip(others, ends, strict=True))
+                )
+                for rank, some in made.items():
+                    here = some[step[rank]]
+                    over = step[rank] < len(some) - 1 or bool(behind & set(here))
+                    less |= {rank} if here.count(token) < due and over else set()
+                    more |= {rank} if here.count(token) > due and later else set()
+        odd = less or more
+        return sorted(odd) if len(odd) < len(self.sequences) else []
 
-def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> int:
-    """How usual what a rank did here is, after what it did before."""
-    if index < len(places) and (call := places[index].call) is not None:
-        return program.usual(rank, program.index(call))
-    before = [place.call for place in places[:index] if place.call is not None]
-    whole = program.recordings[rank].calls
-    if whole and whole[-1].state != "completed":
-        return program.usual(rank, program.index(whole[-1]))  # where it waits
-    return program.usual(rank, program.index(before[-1]) + 1 if before else max(0, len(program.whole[rank]) - 1))
+    def _habit(self, rank: int) -> int:
+        """How usual what a rank did here is, after what it did before."""
+        program = self.program
+        if (call := self.made[rank]) is not None:
+            return program.usual(rank, program.index(call))
+        before = [place.call for place in self.sequences[rank][: self.index] if place.call is not None]
+        return program.usual(rank, program.index(before[-1]) + 1 if before else max(0, len(program.whole[rank]) - 1))
 
+    def _unsure(self) -> Difference:
+        """Ranks differ, and nothing says which of them is wrong."""
+        calls = [call for call in self.made.values() if call is not None] or self.candidate.unmatched()
+        said = "; ".join(f"rank {call.rank} makes {describe(call)}" for call in calls[:4])
+        missing = [rank for rank in self.sequences if rank not in {call.rank for call in calls}]
+        said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
+        return _at("waiting", [*self.sequences], calls[0], f"not sure which rank is wrong: {said}", sure=False)
 
-def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: Mismatch) -> Difference:
-    """Ranks differ, and nothing says which of them is wrong."""
-    here = {rank: places[index].call for rank, places in sequences.items() if index < len(places)}
-    calls = [call for call in here.values() if call is not None]
-    if not calls:
-        calls = candidate.unmatched()
-    first = calls[0]
-    said = "; ".join(f"rank {call.rank} makes {describe(call)}" for call in calls[:4])
-    missing = [rank for rank in sequences if rank not in {call.rank for call in calls}]
-    said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
-    return Difference(
-        "waiting", tuple(sequences), False, first.where, first.op, first.step, f"not sure which rank is wrong: {said}"
-    )
+    def _described(self, ranks: list[int], others: list[int]) -> Difference | None:
+        """What deviating ranks did in place of what the others did."""
+        rank, who = ranks[0], format_ranks(tuple(ranks))
+        made, due = ((place := self.places[one]) and place.call for one in (rank, others[0]))
+        kind = self._kind(rank, others[0])
+        elsewhere = _elsewhere(self.program, rank, others, kind, made, due)
+        if elsewhere is not None:
+            wrong, right = elsewhere
+            text = f"{who} made {describe(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
+            return _at("group", ranks, wrong, text)
+        named = due if kind == "skipped" else made or due
+        if named is None:
+            return None
+        if kind == "skipped":
+            return self._skipped(ranks, named)
+        if kind == "extra":
+            text = f"{who} made one call more: {describe(named)}"
+        elif kind == "reordered" and due is not None:
+            text = f"{who} made {describe(named)} before {describe(due)}, and the others behind it"
+        else:
+            text = f"{who} made {describe(named)}" + (f", where rank {due.rank} made {describe(due)}" if due else "")
+        return _at(kind, ranks, named, text)
 
+    def _skipped(self, ranks: list[int], named: Call) -> Difference:
+        """A call that ranks did not make, or the other end of a message."""
+        rank, who, program = ranks[0], format_ranks(tuple(ranks)), self.program
+        calls = [place.call for place in self.sequences[rank] if place.call is not None]
+        if named.op in MESSAGES:
+            op, where = ("recv", "send")[named.op == "recv"], calls[-1].where if calls else named.where
+            text = f"{who} made no {op} for {describe(named)} of rank {named.rank}"
+            text += f"; its last: {where}" if calls else ""
+            return replace(_at("skipped", ranks, named, text), where=where, op=op)
+        follows = next((place.call for place in self.sequences[rank][self.index :] if place.call is not None), None)
+        verb, partner = "skipped" if follows else "did not enter", "made" if named.state == "completed" else "waited in"
+        text = f"{who} {verb} {describe(named)}, which rank {named.rank} {partner}"
+        if follows:
+            text += f"; next it made {describe(follows)}"
+        elif waits := program.waits_in(rank):
+            text += f"; it waits in {describe(waits)}"
+        elif program.recordings[rank].exit is not None and not self.places[rank]:
+            text += "; it has ended"
+        return _at("skipped", ranks, named, text)
 
-def _described(
-    program: _Program, sequences: dict[int, list[_Place]], index: int, ranks: list[int], others: list[int]
-) -> Difference | None:
-    """What deviating ranks did in place of what the others did."""
-    rank = ranks[0]
-    mine, theirs = sequences[rank][index:], sequences[others[0]][index:]
-    who = format_ranks(tuple(ranks))
-    made, due = (mine[0].call if mine else None), (theirs[0].call if theirs else None)
-    kind = _kind(sequences, index, rank, others[0])
-    elsewhere = _elsewhere(program, rank, others, kind, made, due)
-    if elsewhere is not None:
-        wrong, right = elsewhere
-        text = f"{who} made {describe(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
-        return Difference("group", tuple(ranks), True, wrong.where, wrong.op, wrong.step, text)
-    named = due if kind == "skipped" else made or due
-    if named is None:
-        return None
-    made_before = [place.call for place in sequences[rank] if place.call is not None]
-    if kind == "skipped" and named.op in MESSAGES:
-        op, where = ("recv", "send")[named.op == "recv"], made_before[-1].where if made_before else named.where
-        text = f"{who} made no {op} for {describe(named)} of rank {named.rank}" + (
-            f"; its last: {where}" if made_before else ""
-        )
-        return Difference(kind, tuple(ranks), True, where, op, named.step, text)
-    if kind == "skipped":
-        partner = "waited in" if named.state != "completed" else "made"
-        text = f"{who} skipped {describe(named)}, which rank {named.rank} {partner}"
-        follows = next((place.call for place in mine if place.call is not None), None)
-        text += f"; next it made {describe(follows)}" if follows is not None else ""
-    elif kind == "extra":
-        text = f"{who} made one call more: {describe(named)}"
-    elif kind == "reordered" and due is not None:
-        text = f"{who} made {describe(named)} before {describe(due)}, and the others behind it"
-    else:
-        text = f"{who} made {describe(named)}" + (f", where rank {due.rank} made {describe(due)}" if due else "")
-    if kind == "skipped" and program.recordings[rank].exit is not None and not mine:
-        text += "; it has ended"
-    return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
+    def _distance(self, rank: int, sought: CallSignature) -> int:
+        """How many calls behind a rank's call another call comes; `_REACH` for none. A rank that could not continue is
+        taken to do what followed such a call before."""
+        runs = [self.sequences[rank][self.index : self.index + _REACH]]
+        if len(runs[0]) < 2:
+            last = [place.token for place in runs[0]]
+            earlier = [some[: self.index] for some in self.sequences.values()]
+            runs = [some[at : at + _REACH] for some in earlier for at, one in enumerate(some) if [one.token] == last]
+        tokens = [[place.token for place in run[1:]] for run in runs]
+        return min((run.index(sought) + 1 for run in tokens if sought in run), default=_REACH)
 
-
-def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, sought: CallSignature) -> int:
-    """How many calls behind a rank's call at an index another call comes; `_REACH` for none. A rank that could not
-    continue is taken to do what followed such a call before."""
-    places = sequences[rank][index : index + _REACH]
-    if len(places) > 1:
-        runs = [places]
-    else:
-        earlier = [some[:index] for some in sequences.values()]
-        runs = [
-            some[at : at + _REACH]
-            for some in earlier
-            for at in range(len(some))
-            if places and some[at].token == places[0].token
-        ]
-    tokens = [[place.token for place in run[1:]] for run in runs]
-    return min((run.index(sought) + 1 for run in tokens if sought in run), default=_REACH)
-
-
-def _kind(sequences: dict[int, list[_Place]], index: int, rank: int, other: int) -> Kind:
-    """How a rank's sequence differs from another's, from the first place at which it does."""
-    mine, theirs = sequences[rank][index:], sequences[other][index:]
-    if not mine or mine[0].call is None:
-        return "skipped"
-    if not theirs or theirs[0].call is None:
-        return "extra"
-    a, b = [place.token for place in mine], [place.token for place in theirs]
-    # How far behind a rank's first call the other's comes.
-    later, sooner = (_distance(sequences, index, r, t) for r, t in ((other, mine[0].token), (rank, theirs[0].token)))
-    if a[1:2] == [b[0]] and b[1:2] == [a[0]]:
-        return "reordered"
-    if later == _REACH and a[0].where == b[0].where and a[0].op == b[0].op:
-        return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
-    if later == sooner == _REACH:
-        before = [some[:index] for some in sequences.values()]
-        mine_first, theirs_first = _in_order(before, a[0].where, b[0].where), _in_order(before, b[0].where, a[0].where)
-        return "extra" if mine_first else "skipped" if theirs_first else "operation"
-    return "skipped" if later <= sooner else "extra"
+    def _kind(self, rank: int, other: int) -> Kind:
+        """How a rank's sequence differs from another's, from the first place at which it does."""
+        a, b = ([place.token for place in self.sequences[one][self.index :]] for one in (rank, other))
+        if not a or a[0] == _STEP.token:
+            return "skipped"
+        if not b or b[0] == _STEP.token:
+            return "extra"
+        # How far behind a rank's first call the other's comes.
+        later, sooner = self._distance(other, a[0]), self._distance(rank, b[0])
+        if a[1:2] == [b[0]] and b[1:2] == [a[0]]:
+            return "reordered"
+        if later == _REACH and a[0].where == b[0].where and a[0].op == b[0].op:
+            return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
+        if later == sooner == _REACH:
+            before = [some[: self.index] for some in self.sequences.values()]
+            if _in_order(before, a[0].where, b[0].where):
+                return "extra"
+            return "skipped" if _in_order(before, b[0].where, a[0].where) else "operation"
+        return "skipped" if later <= sooner else "extra"
 
 
 def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:

@@ -3,22 +3,27 @@ and ended when they do."""
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.audit.differences import Difference, first_difference
 from shardwise.audit.reading import RECORDINGS, RankRecording, read_folder
 from shardwise.audit.recorder import VARIABLE
 from shardwise.errors import UserError
 
+_ENDED = "ended.json"
+"""File in a recording's folder: exit code, seconds, whether the audit ended the program, process id -> moment of its
+end."""
 _TICK = 0.1
 _GRACE = 5.0
 """Seconds for a program to end by itself after SIGTERM."""
@@ -115,14 +120,28 @@ def run_audited(
         _end(process)
         watched.wait(0)
         watched.close()
-    recordings = read_folder(folder, watched.died)
-    code = process.returncode
+    code, hung = process.returncode, difference is not None
+    died = {} if hung or received else watched.died  # ranks that were ended did not die
+    about = (128 - code if code < 0 else code, time.monotonic() - began, hung, died)
+    with suppress(OSError):
+        (folder / _ENDED).write_text(json.dumps(about))
+    job = _job(folder, *about)
+    return replace(job, difference=difference) if hung or received else job
+
+
+def read_job(folder: Path) -> AuditedJob:
+    """The job of a recording that was kept."""
+    about: Any = (0, 0.0, False, {})
+    with suppress(OSError, ValueError):  # absent where the audit itself was killed
+        about = json.loads((folder / _ENDED).read_text())
+    return _job(folder, *about)
+
+
+def _job(folder: Path, code: int, seconds: float, hung: bool, died: Mapping[Any, float]) -> AuditedJob:
+    recordings = read_folder(folder, {int(pid): at for pid, at in died.items()})
     if not code:  # whatever was raised was caught
         recordings = [replace(one, error=None) for one in recordings]
-    hung = difference is not None
-    if difference is None and recordings:
-        difference = first_difference(recordings) if not received else None
-    return AuditedJob(128 - code if code < 0 else code, time.monotonic() - began, recordings, difference, hung)
+    return AuditedJob(code, seconds, recordings, first_difference(recordings), hung)
 
 
 def _watch(

@@ -60,6 +60,11 @@ class RankRecording:
     """Things that the recorder failed to note."""
 
     @property
+    def repeats_reduction(self) -> bool:
+        """Whether gradients of every micro-batch are reduced after its backward pass, as DeepSpeed's stage 2 does."""
+        return (self.zero or 0) > 1
+
+    @property
     def killed(self) -> bool:
         """Whether its process ended without leaving Python."""
         return self.died is not None and self.exit is None

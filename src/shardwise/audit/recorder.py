@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
@@ -44,6 +45,8 @@ BEAT = 0.5
 """Seconds between two looks of the background thread: at works that end unseen, and at where the program is."""
 MEASURED_STEPS = 3
 """Steps whose bytes are counted: the state exists from the first one on."""
+END = 2.0
+"""Seconds that the recorder's thread, and then torch's, have to end."""
 SAMPLE = 0.001
 """Seconds between two looks at the allocator in these steps, on CPUs."""
 
@@ -133,6 +136,8 @@ class Recorder:
         self.places: dict[str, int] = {}
         self.kinds: dict[Any, tuple[str, str]] = {}
         self.pending: dict[int, tuple[Any, int]] = {}
+        self.callbacks: set[Any] = set()
+        """Weak references to those that futures have."""
         self.library: Any = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="shardwise-audit", daemon=True)
@@ -241,7 +246,9 @@ class Recorder:
         try:
             if self.torch.cuda.is_initialized():
                 raise RuntimeError("its future is complete when the kernel is queued")
-            work.get_future().add_done_callback(lambda future: self._done(order, future))
+            done = functools.partial(self._done, order)
+            self.callbacks.add(weakref.ref(done, self.callbacks.discard))
+            work.get_future().add_done_callback(done)
         except RuntimeError:
             self.pending[id(work)] = work, order
 
@@ -324,6 +331,8 @@ class Recorder:
         if self.optimizer != id(optimizer):
             return
         self.step += 1
+        if self.step == 1:
+            self._model(optimizer)
         sizes = None
         if self.step <= MEASURED_STEPS:
             try:
@@ -332,8 +341,6 @@ class Recorder:
                 self.write("lost", repr(error))
         self.write("step", self.step, time.time(), sizes)
         self.saved = 0
-        if self.step == 1:
-            self._model(optimizer)
 
     def _look(self) -> int:
         """Bytes of all tensors on CPUs now; keeps the most."""
@@ -342,19 +349,24 @@ class Recorder:
         return total
 
     def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
-        parameters = [_local(entry) for group in optimizer.param_groups for entry in group["params"]]
-        gradients = [_local(entry.grad) for group in optimizer.param_groups for entry in group["params"]]
+        updated = {id(entry): entry for group in optimizer.param_groups for entry in group["params"]}
+        modules = {id(entry): entry for root in self.roots for entry in root.parameters()} or updated
+        parameters = [_local(entry) for entry in modules.values()]
+        summed = {id(one): one for entry in (modules | updated).values() if (one := entry.grad) is not None}
+        gradients = [_local(entry) for entry in summed.values()]
+        # Copies that are updated in place of the modules' parameters, as DeepSpeed's.
+        copies = [_local(entry) for name, entry in updated.items() if name not in modules]
         tensor = self.torch.Tensor
         values = [
             entry for one in wrapped for some in one.state.values() for entry in _flat(some) if _is(entry, tensor)
         ]
-        state = list({id(entry): _local(entry) for entry in values}.values())
+        state = [*copies, *{id(entry): _local(entry) for entry in values}.values()]
         cuda = self.torch.cuda
         if cuda.is_initialized():
             total, peak = cuda.memory_allocated(), cuda.max_memory_allocated()
         else:
             total, peak = self._look(), self.peak
-        held = {"parameters": parameters, "gradients": [g for g in gradients if g is not None], "optimizer": state}
+        held = {"parameters": parameters, "gradients": gradients, "optimizer": state}
         sizes = {name: _size(some) for name, some in held.items()}
         total = max(total, sum(sizes.values()))  # a small program's is less than what the process frees of its start
         return {**sizes, "saved": self.saved, "total": total, "peak": max(peak, total)}
@@ -449,10 +461,16 @@ class Recorder:
         self.write("error", time.time(), text, where or self._position()[0])
 
     def left(self) -> None:
+        """At the end of Python. A thread that wants to run later would take the process with it: SIGABRT, since the
+        frames of C++ in which it waits for the interpreter's lock do not unwind. torch's threads want it to call a
+        future's callback, and again to release it."""
         if os.getpid() == self.pid:
             self.write("exit", time.time())
             self.over.set()
-            self.thread.join(BEAT)  # a thread that wants to run while Python ends may take the process with it
+            self.thread.join(END)
+            limit = time.monotonic() + END
+            while self.callbacks and time.monotonic() < limit:
+                time.sleep(SAMPLE)
 
 
 _LIBRARIES = tuple(

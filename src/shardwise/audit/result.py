@@ -26,6 +26,10 @@ _STALE = (
     "the optimizer has {} parameters as they were before they were sharded, whole, and updates none of the model's: "
     "make it after fully_shard"
 )
+_FAILED_LATE = (
+    ", and every rank came to its end: the exit code is the launcher's, or of a process that was aborted while Python "
+    "shut down"
+)
 _LATE = 0.05
 """Share of the time from which a late rank is shown."""
 _MUCH = 2.0
@@ -50,6 +54,8 @@ class Audit(Json):
     model: str | None
     """Class of the largest module, where an optimizer step was seen."""
     hung: bool
+    ended: bool
+    """Whether every recorded rank came to the end of its program without an error."""
     understood: Understood
     difference: Difference | None
     traffic: tuple[RecordedRow, ...]
@@ -84,8 +90,12 @@ class Audit(Json):
         if self.difference is not None:
             return f"{'hang: ' if self.hung else ''}{self.difference.text} (step {self.difference.step})"
         wrong = [*self.mistakes, *(said for row, said in self.rows if row.wrong)]
-        met = "calls of all ranks meet" if not self.code else "calls of all ranks meet as far as they were made"
-        return wrong[0] if wrong else met
+        if self.failures:  # rows are compared with the expected layout, which is another one
+            first = self.failures[0].startswith("layout")
+            wrong = [*self.failures, *wrong] if first else [*wrong, *self.failures]
+        if wrong or not self.code:
+            return wrong[0] if wrong else "calls of all ranks meet"
+        return f"calls of all ranks meet{_FAILED_LATE if self.ended else ' as far as they were made'}"
 
     @property
     def rows(self) -> list[tuple[RecordedRow, str]]:
@@ -121,7 +131,8 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None, model:
     return Audit(
         command, job.code, job.seconds, understood.world, len(recordings),
         max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
-        next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
+        next((one.model[0] for one in recordings if one.model), None), job.hung,
+        all(one.exit is not None and one.error is None for one in recordings), understood, job.difference,
         tuple(traffic), held, planned.bytes if planned else None, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
         mistakes=tuple(mistakes), beyond=tuple(more), unseen=unseen,
@@ -166,12 +177,8 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     if not audit.recorded:
         yield "nothing was recorded: the program never called torch.distributed.init_process_group"
         return
-    waiting = audit.difference.waiting if audit.difference else ()
-    yield from (f"  {text}" for text in waiting[:8])
-    if len(waiting) > 8:
-        yield f"  and {len(waiting) - 8} ranks more"
-    if waiting:
-        yield ""
+    if audit.difference is not None and audit.difference.waiting:
+        yield from (*audit.difference.waiting_lines(8), "")
     known = audit.understood
     yield f"layout: {known.layout if known.layout else 'not known'} ({known.confidence})"
     yield from (f"  {reason}" for reason in known.reasons)

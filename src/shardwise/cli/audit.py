@@ -123,16 +123,12 @@ def _recorded(args: AuditOptions) -> AuditedJob:
 
 
 def _read(folder: Path) -> AuditedJob:
-    from shardwise.audit.differences import first_difference
-    from shardwise.audit.job import AuditedJob
-    from shardwise.audit.reading import read_folder
+    from shardwise.audit.job import read_job
 
-    recordings = read_folder(folder)
-    if not recordings:
+    job = read_job(folder)
+    if not job.recordings:
         raise UserError(f"{folder} has no recording of shardwise audit --out")
-    last = max((call.end or call.begin or 0.0 for one in recordings for call in one.calls), default=0.0)
-    seconds = max(0.0, last - min(one.begin for one in recordings))
-    return AuditedJob(0, seconds, recordings, first_difference(recordings), False)
+    return job
 
 
 def _budget(text: str | None) -> dict[str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwise.audit.axes import Axis, axes
 from shardwise.audit.calls import MESSAGES
-from shardwise.audit.desync import Desync, find_desync
+from shardwise.audit.differences import Difference, first_difference, unfinished
 from shardwise.audit.files.reading import read_files
 from shardwise.audit.files.recording import Recording
 from shardwise.audit.waits import Timelines, call_spans, clock_offsets, matched
@@ -43,7 +43,7 @@ class FilesAudit(Json):
     refused: tuple[str, ...]
     missing: tuple[int, ...]
     """Ranks of the job without a file."""
-    desync: Desync | None
+    desync: Difference | None
     axes: tuple[Axis, ...]
     late: tuple[LateArrivals, ...]
     waiting: Mapping[int, float]
@@ -54,7 +54,9 @@ class FilesAudit(Json):
 
     def tables(self) -> Iterator[Renderable]:
         """Texts and tables for a terminal."""
-        yield f"{self.conclusion}\n"
+        yield self.conclusion
+        yield from self.desync.waiting_lines(SHOWN) if self.desync else ()
+        yield ""
         yield from self._file_lines()
         if self.axes:
             yield from ("", _axes_table(self.axes))
@@ -68,7 +70,7 @@ class FilesAudit(Json):
     def conclusion(self) -> str:
         """The first line: the rank that differs, else the one that is late, else what is exposed."""
         if self.desync:
-            return self.desync.sentence
+            return self.desync.text
         if self.late and self.late[0].late:
             row = self.late[0]
             line = f" at {row.where}" if row.where else ""
@@ -165,7 +167,8 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     for one in recordings:
         kinds.setdefault(one.kind, {})[one.rank] = one
     dumped = kinds.get("Flight Recorder", {})
-    desync = find_desync(list(dumped.values()))
+    dumps = list(dumped.values())
+    desync = first_difference(dumps) or unfinished(dumps)
     timed = next((kinds[kind] for kind in ("Kineto", "Flight Recorder") if kind in kinds), {})
     if timed is kinds.get("Kineto"):
         timed = {rank: _with_dump(one, dumped[rank]) if rank in dumped else one for rank, one in timed.items()}
