@@ -145,7 +145,7 @@ def _gathers_one_by_one(plan: UnitPlan) -> Counter[tuple[str, Gather]]:
     if plan.layout.stage < 3:
         trained = [unit for unit in plan.units if plan.layout.stage and not unit.frozen]
         return Counter(("optimizer", gather_of(plan, unit)) for unit in trained)
-    if plan.pipeline.schedule is None:
+    if not plan.pipeline.staged:
         uses = chain.from_iterable(gathering_uses(plan))
         return Counter((use.phase, gather) for use in uses for gather in use.gathers)
     found: Counter[tuple[str, Gather]] = Counter()

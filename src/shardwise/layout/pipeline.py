@@ -128,12 +128,15 @@ class RankSchedule:
     """Whether gradients of inputs leave before those of weights are computed, which are few where weights are
     frozen."""
 
+    @property
+    def staged(self) -> bool:
+        """Whether there is a pipeline."""
+        return self.layout.pp > 1
+
     @cached_property
     def schedule(self) -> PipelineSchedule | None:
-        """Actions of all pipeline ranks in one step; None without a pipeline."""
-        if self.layout.pp == 1:
-            return None
-        return training(self.layout, self.tied, self.micro_batches, self.early)
+        """Actions of all pipeline ranks in one step, made action by action; None without a pipeline."""
+        return training(self.layout, self.tied, self.micro_batches, self.early) if self.staged else None
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -144,7 +147,7 @@ class RankSchedule:
     def steady(self) -> Steady | None:
         """The shorter step with the same steady state; None without a pipeline, where every micro-batch but the first
         is like the next."""
-        return steady(self.layout.schedule, self.layout.pp, self.micro_batches) if self.layout.pp > 1 else None
+        return steady(self.layout.schedule, self.layout.pp, self.micro_batches) if self.staged else None
 
     @property
     def period(self) -> int:

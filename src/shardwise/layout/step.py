@@ -25,4 +25,4 @@ def role_of(plan: UnitPlan) -> str:
     stages = list(map(str, plan.stages))
     if len(stages) > 4:  # a table of 80 columns has room for the numbers beside them
         stages = [*stages[:2], f"... {stages[-1]}"]
-    return "all" if plan.pipeline.schedule is None else f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+    return "all" if not plan.pipeline.staged else f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
