@@ -80,7 +80,10 @@ def clean(engines: Sequence[str] = (), seed: int = 1) -> None:
     """A table of generated cases, a layout and a variant each, and of false findings. engines: those to run again; the
     page keeps the rows of the others. Written after each engine, so that a stopped run continues with the rest."""
     page = FOLDER / "clean.md"
-    rows = [line.split(" | ") for line in page.read_text().splitlines() if engines and line.endswith(" |")]
+    if wrong := [name for name in engines if name not in CLEAN]:
+        sys.exit(f"certificates.py clean: no engine {wrong[0]}; there are {', '.join(CLEAN)}")
+    lines = page.read_text().splitlines() if page.exists() else []
+    rows = [line.split(" | ") for line in lines if line.endswith(" |")]
     table = {row[0].lstrip("| "): [int(item.rstrip(" |")) for item in row[1:]] for row in rows if row[0][2:] in CLEAN}
     for engine in engines or CLEAN:
         variants = [name for name in Adapter.load_from(engine).variants if (engine, name) not in TRUE]

@@ -38,7 +38,7 @@ def longest(model: ModelConfig, devices: str) -> int:
 
 
 def runs(data: dict[str, Any]) -> list[str]:
-    lines = ["| | run | tokens | GB | predicted |", "|---|---|---|---|---|"]
+    lines = ["| | run | tokens | published GB | predicted |", "|---|---|---|---|---|"]
     for row in data["runs"]:
         model = change(get(row["model"]), row.get("set", "")).replace(lora=Lora.parse(row["lora"]))
         gb = peak(model, row["layout"], row["devices"], row["seq"], row["batch"]) / 1e9

@@ -52,6 +52,20 @@ def test_a_mistake_is_named(kind, mistake, audits, tmp_path) -> None:
     assert found.ranks == (item.wrong,) and int(found.where.removeprefix("train.py:")) in item.lines
 
 
+def test_a_kept_recording_without_its_end(audits, tmp_path) -> None:
+    """Where the audit itself was killed, what a rank raised is still there; a damaged end is one line."""
+    item = program("ddp", 5, "error")
+    live = audits.audit(item, tmp_path).difference
+    ended = tmp_path / "recording" / "ended.json"
+    ended.unlink()
+    again = read_job(tmp_path / "recording").difference
+    assert live is not None and again is not None and again.text == live.text
+    for text in ("", "7", "[0]", "{}", '{"code": 0, "seconds": 1.0, "hung": false, "interrupted": false, "died": [1]}'):
+        ended.write_text(text)
+        with pytest.raises(UserError, match="ended.json is damaged"):
+            read_job(tmp_path / "recording")
+
+
 def test_bytes_by_class_are_those_that_the_program_has(audits, tmp_path) -> None:
     item = program("ddp", 5)
     audit = audit_of(audits.audit(item, tmp_path), "train.py")

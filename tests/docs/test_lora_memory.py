@@ -1,4 +1,4 @@
-"""The table of published memory of LoRA is that of its script and data."""
+"""The table of published runs is that of its script and data; that of cards takes too long for a test."""
 
 import json
 

@@ -135,3 +135,17 @@ def test_any_piece_has_the_numbers_and_scales_of_the_whole_matrix(base, precisio
         assert torch.equal(values(stored(weight), some), numbers.reshape(-1)[some].double())
         assert torch.equal(values(scale, torch.arange(len(scales))), scales.double())
     assert values(stored(weight), torch.arange(0)).numel() == 0
+
+
+@pytest.mark.parametrize(("box", "shape"), [(((200, 330), (0, 256)), (130, 256)), (((0, 256), (256, 320)), (256, 64))])
+def test_fp8_of_a_part_that_is_filled_up_has_zeros_there(box: tuple[tuple[int, int], ...], shape: tuple[int, int]):
+    """A rank's part of a width that ranks do not divide goes beyond the last block's scale."""
+    weight = torch.randn(256, 256)
+    numbers, scales = quantized("fp8", weight.split(128), torch.float32)
+    base = FrozenBase("fp8", 256)
+    whole = base.dense(numbers, scales, torch.float32)
+    (top, bottom), (left, right) = box
+    held, expected = torch.zeros(shape, dtype=torch.int8), torch.zeros(shape)
+    held[: 256 - top, : max(0, 256 - left)] = numbers[top:bottom, left:right]
+    expected[: 256 - top, : max(0, 256 - left)] = whole[top:bottom, left:right]
+    assert torch.equal(base.at(box).dense(held, scales, torch.float32), expected)

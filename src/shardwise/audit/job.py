@@ -10,20 +10,19 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.audit.differences import Difference, first_difference
 from shardwise.audit.reading import RECORDINGS, RankRecording, read_folder
 from shardwise.audit.recorder import VARIABLE
+from shardwise.codec import Json
 from shardwise.errors import UserError
 
 _ENDED = "ended.json"
-"""File in a recording's folder: exit code, seconds, whether the audit ended the program, process id -> moment of its
-end."""
+"""File in a recording's folder: an `_Ended`."""
 _TICK = 0.1
 _GRACE = 5.0
 """Seconds for a program to end by itself after SIGTERM."""
@@ -42,6 +41,22 @@ class AuditedJob:
     difference: Difference | None
     hung: bool
     """Whether it was ended because its ranks waited for one another."""
+
+
+@dataclass(frozen=True)
+class _Ended(Json):
+    """How a program has ended."""
+
+    json_name = "the end of a recording"
+    json_checked = True
+
+    code: int
+    seconds: float
+    hung: bool
+    interrupted: bool
+    """Whether a signal was passed on, after which no rank is to blame."""
+    died: dict[str, float]
+    """Process id -> moment of its end, of those that the audit did not end."""
 
 
 @dataclass
@@ -116,32 +131,40 @@ def run_audited(
     watched = _Watched(folder)
     try:
         difference = _watch(process, watched, hang, received, note)
+        before = dict(watched.died)
     finally:
         _end(process)
         watched.wait(0)
         watched.close()
     code, hung = process.returncode, difference is not None
-    died = {} if hung or received else watched.died  # ranks that were ended did not die
-    about = (128 - code if code < 0 else code, time.monotonic() - began, hung, died)
+    died = {} if received else before if hung else watched.died  # ranks that were ended did not die
+    code, seconds = 128 - code if code < 0 else code, time.monotonic() - began
+    ended = _Ended(code, seconds, hung, bool(received), {str(pid): at for pid, at in died.items()})
     with suppress(OSError):
-        (folder / _ENDED).write_text(json.dumps(about))
-    job = _job(folder, *about)
+        (folder / _ENDED).write_text(json.dumps(ended.to_json()))
+    job = _job(folder, ended)
     return replace(job, difference=difference) if hung or received else job
 
 
 def read_job(folder: Path) -> AuditedJob:
-    """The job of a recording that was kept."""
-    about: Any = (0, 0.0, False, {})
-    with suppress(OSError, ValueError):  # absent where the audit itself was killed
-        about = json.loads((folder / _ENDED).read_text())
-    return _job(folder, *about)
+    """The job of a recording that was kept. Raises `UserError` for a damaged one."""
+    try:
+        text = (folder / _ENDED).read_text()
+    except OSError:  # the audit itself was killed
+        return _job(folder, None)
+    try:
+        return _job(folder, _Ended.from_json(json.loads(text)))
+    except (ValueError, UserError):
+        raise UserError(f"{folder / _ENDED} is damaged, or of another version of shardwise: record it again") from None
 
 
-def _job(folder: Path, code: int, seconds: float, hung: bool, died: Mapping[Any, float]) -> AuditedJob:
-    recordings = read_folder(folder, {int(pid): at for pid, at in died.items()})
-    if not code:  # whatever was raised was caught
+def _job(folder: Path, ended: _Ended | None) -> AuditedJob:
+    recordings = read_folder(folder, {int(pid): at for pid, at in ended.died.items()} if ended else {})
+    if ended and not ended.code:  # whatever was raised was caught
         recordings = [replace(one, error=None) for one in recordings]
-    return AuditedJob(code, seconds, recordings, first_difference(recordings), hung)
+    difference = None if ended and ended.interrupted else first_difference(recordings)
+    code, seconds, hung = (ended.code, ended.seconds, ended.hung) if ended else (0, 0.0, False)
+    return AuditedJob(code, seconds, recordings, difference, hung)
 
 
 def _watch(

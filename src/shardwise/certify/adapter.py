@@ -187,12 +187,16 @@ class Adapter:
             where = getattr(module, "__file__", module)
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
         adapter = cls(**values)
-        for mistake in adapter._mistakes([name for name in vars(module) if name not in values and name[0] != "_"]):
+        mine = [
+            name for name, value in vars(module).items()
+            if name not in values and name[0] != "_" and getattr(value, "__module__", "") == vars(module)["__name__"]
+        ]  # fmt: skip
+        for mistake in adapter._mistakes([name for name in mine if not isinstance(vars(module)[name], type)]):
             raise UserError(f"{adapter.name}: {mistake} (docs/certify.md)")
         return adapter
 
     def _mistakes(self, others: Collection[str]) -> Iterator[str]:
-        """What is wrong with the constants. others: names of the file that an adapter does not have."""
+        """Errors of the constants. others: functions of the file that an adapter does not have."""
         known = [item.name for item in fields(self)]
         for name in others:
             if near := nearest(name, known, cutoff=0.85):

@@ -5,7 +5,7 @@ and its pieces, whatever the layouts: every byte is read once and written once.
 
 Pieces of every parameter on a rank under a layout: to write, and to read in order to continue.
 
-A rank's flat unit (`layout/units.py`) is cut by ZeRO into equal intervals, padded at the end; inside it lie the local
+A rank's flat unit (`layout/unit.py`) is cut by ZeRO into equal intervals, padded at the end; inside it lie the local
 parameters end to end, each a box of its global tensor, perhaps with padding rows or columns. What one element is on
 disk follows from both, and padding is never there.
 
@@ -195,7 +195,7 @@ def _is_whole(name: str) -> bool:
 
 def shapes(model: Model, kinds: Iterable[str], frozen: bool = False) -> dict[str, tuple[int, ...]]:
     """Stored name -> shape of every tensor that a checkpoint of `model` with these kinds holds: of parameters that are
-    trained. frozen: of the others, which the weights hold that a run starts from. Scales of 8 bits are in neither."""
+    trained. frozen: of the others, which are in the weights that a run starts from. Scales of bases are in neither."""
     held = [p for p in parameters(model) if p.frozen == frozen and not is_scale(p.name)]
     return {f"{kind}/{p.name}": p.shape for kind in kinds for p in held}
 

@@ -27,7 +27,7 @@ _TREE = sorted((0.0, 1.0, *_LEVELS, *(-level for level in _LEVELS)))
 _ZEROS = 0x77
 """Both numbers of a byte that are zero in NF4: stored ones are relative to it, so that empty memory is zero."""
 _LARGEST = 448.0
-"""Of e4m3."""
+"""Largest number of e4m3."""
 
 
 def row_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,7 +153,10 @@ class FrozenBase:
     def _fp8(self, rows: Tensor, scales: Tensor, at: Tensor) -> Tensor:
         high, wide = BASES[FP8].block or (1, 1)
         grid = scales.view(-1, -(-self.inputs // wide))[:, self.left // wide :]
-        by_row = F.embedding(at.div_(high, rounding_mode="floor"), grid)[..., None]
+        last = -(-(self.left % wide + rows.shape[1]) // wide)
+        # Rows and inputs that fill up a part have no scales, and are zero.
+        by_row = F.embedding(at.div_(high, rounding_mode="floor").clamp_(max=len(grid) - 1), grid)[..., None]
+        by_row = F.pad(by_row, (0, 0, 0, max(0, last - grid.shape[1])))
         values = rows.view(torch.float8_e4m3fn).float()
         lead = min(-self.left % wide, values.shape[1])  # of a block that begins before the part
         values[:, :lead].mul_(by_row[:, 0])

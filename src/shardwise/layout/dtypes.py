@@ -1,5 +1,6 @@
 """dtypes in which a rank has weights and gradients, and sends them."""
 
+from collections.abc import Callable
 from functools import cached_property
 
 from shardwise.layout.layout import Layout
@@ -14,7 +15,8 @@ class Dtypes:
 
     layout: Layout
     trains: bool
-    micro_batches: int
+    micro_batches: Callable[[], int]
+    """Number of a step; called where it matters, since a batch may not divide."""
 
     @property
     def master(self) -> str:
@@ -38,9 +40,10 @@ class Dtypes:
     @cached_property
     def gradients(self) -> str:
         """dtype of the gradient accumulators. More than one bf16 micro-batch is summed in fp32."""
-        if self.layout.precision == "bf16" and not widens_gradients(self.layout.grads == "fp32", self.micro_batches):
-            return "bfloat16"
-        return self.master
+        if self.layout.precision != "bf16":
+            return self.master
+        wide = widens_gradients(self.layout.grads == "fp32", self.micro_batches())
+        return "float32" if wide else "bfloat16"
 
     @property
     def wire(self) -> str:

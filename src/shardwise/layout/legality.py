@@ -144,9 +144,9 @@ def check_narrow_base(layout: Layout, whole: Blueprint) -> None:
             )
         block, cut = block_inputs(base), layout.tp if split_dim(parameter, layout) == 1 else 1
         if base == NF4 and inputs % (block * cut):
-            held = f"{inputs / cut:g} inputs on a rank of tp={cut}" if cut > 1 else f"{inputs} inputs"
+            way = f"tp={cut} does not cut into blocks of {block}" if cut > 1 else f"blocks of {block} do not divide"
             raise LayoutError(
-                f"lora: base={base}: {parameter.name} has {held}, and a scale is of {block}: choose "
+                f"lora: base={base}: {parameter.name} has {inputs} inputs, which {way}: choose "
                 + ("a smaller tp, or base=fp8" if cut > 1 else "base=fp8")
             )
 

@@ -1,4 +1,4 @@
-"""What a rank's parts are: its blocks, their windows, and whether its head reads a copy of the embedding."""
+"""Facts of a rank's parts: its blocks, their windows, and whether its head reads a copy of the embedding."""
 
 from functools import cached_property
 

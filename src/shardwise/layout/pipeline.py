@@ -7,6 +7,7 @@ is loaded when there is a pipeline: it needs numpy, which nothing else here does
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -118,15 +119,16 @@ def steady(schedule: str, pp: int, micro_batches: int) -> Steady:
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """The order in which one rank of a pipeline computes in a step. early: as of `training`."""
+    """The order in which one rank of a pipeline computes in a step."""
 
     layout: Layout
     pp_rank: int
-    micro_batches: int
     tied: bool
     early: bool
     """Whether gradients of inputs leave before those of weights are computed, which are few where weights are
     frozen."""
+    micro_batches: Callable[[], int]
+    """As of `Dtypes`."""
 
     @property
     def staged(self) -> bool:
@@ -136,7 +138,7 @@ class RankSchedule:
     @cached_property
     def schedule(self) -> PipelineSchedule | None:
         """Actions of all pipeline ranks in one step, made action by action; None without a pipeline."""
-        return training(self.layout, self.tied, self.micro_batches, self.early) if self.staged else None
+        return training(self.layout, self.tied, self.micro_batches(), self.early) if self.staged else None
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -147,7 +149,7 @@ class RankSchedule:
     def steady(self) -> Steady | None:
         """The shorter step with the same steady state; None without a pipeline, where every micro-batch but the first
         is like the next."""
-        return steady(self.layout.schedule, self.layout.pp, self.micro_batches) if self.staged else None
+        return steady(self.layout.schedule, self.layout.pp, self.micro_batches()) if self.staged else None
 
     @property
     def period(self) -> int:

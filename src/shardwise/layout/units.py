@@ -94,15 +94,14 @@ class UnitPlan:
 
     @cached_property
     def pipeline(self) -> RankSchedule:
-        """What its stages compute, one after the other."""
+        """The order in which its stages compute."""
         early = pipeline.releases_early(self.layout) and not self.blueprint.freezes
-        micro_batches = self.micro_batches if self.trains else 1
-        return RankSchedule(self.layout, self.pp_rank, micro_batches, self.blueprint.sums_table, early)
+        return RankSchedule(self.layout, self.pp_rank, self.blueprint.sums_table, early, self._count)
 
     @cached_property
     def dtypes(self) -> Dtypes:
         """dtypes of its units and gradients."""
-        return Dtypes(self.layout, self.trains, self.micro_batches if self.trains else 1)
+        return Dtypes(self.layout, self.trains, self._count)
 
     @cached_property
     def parts(self) -> list[str]:
@@ -219,7 +218,7 @@ class UnitPlan:
 
     @cached_property
     def routing(self) -> Routing:
-        """What the rank routes to experts."""
+        """Tokens that the rank routes to experts."""
         experts = self.subject.experts
         return Routing(
             self.blueprint, self.layout, self.sequence, self.tokens, self.stream_tokens, self.tp_rank, self.cp_rank,
@@ -249,6 +248,9 @@ class UnitPlan:
     @cached_property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.layout)
+
+    def _count(self) -> int:
+        return self.micro_batches
 
     def _of_micro_batches(self, count: int) -> UnitPlan:
         """A copy of the plan for a step of `count` micro-batches."""

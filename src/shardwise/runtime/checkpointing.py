@@ -362,7 +362,7 @@ def start_from(program: StepProgram, weights: HuggingFaceWeights) -> None:
 def _whole_values(
     program: StepProgram, weights: HuggingFaceWeights, latest: dict[str, Tensor], parameter: Parameter, index: Tensor
 ) -> Tensor:
-    """`Values` of a matrix, which is read whole: scales of 8 bits are those of whole rows. latest: keeps it."""
+    """`Values` of a matrix, which is read whole: a base is quantized from the whole matrix. latest: keeps it."""
     if parameter.name not in latest:
         program.comms.pulse.work(f"the reading of {parameter.name}")
         latest.clear()

@@ -20,8 +20,8 @@ from shardwise.report.step_report import DTYPE_BYTES, Bytes
 def host_bytes(plan: UnitPlan) -> Bytes:
     """Bytes in the host's memory, and as `comm` also the staging buffer of ranks that share a GPU, without messages
     under way."""
-    offloaded = offloaded_bytes(plan)
-    return replace(offloaded, comm=offloaded.comm + staged_bytes(plan)) if plan.trains else offloaded
+    held = offloaded_bytes(plan)
+    return replace(held, comm=held.comm + staged_bytes(plan)) if plan.trains else held
 
 
 def offloaded_bytes(plan: UnitPlan) -> Bytes:

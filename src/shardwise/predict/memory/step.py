@@ -63,7 +63,7 @@ def parameter_bytes(plan: UnitPlan) -> int:
     """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
     what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. With offloaded state the
     interval is in compute precision, and it may be off the device, too. Frozen weights always are in compute
-    precision, or in 8 bits."""
+    precision, or in their base's format."""
     if plan.layout.stage == 3:
         copies = sum(unit.copy_numel * DTYPE_BYTES[plan.dtypes.gathered(unit)] for unit in plan.units)
         here = not plan.layout.offloads_params

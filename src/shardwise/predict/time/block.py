@@ -139,9 +139,10 @@ class PartSeconds:
     def dense(self, wide: Num, deep: Num, operation: LinearOp, shape: Shape) -> None:
         """Frozen matrices in fewer bits, which a pass converts and then scales in place; all but int8 in fp32, and
         NF4 from numbers of 4 bytes for two elements (`decoder/bases.py`)."""
-        wide_passes = {INT8: 3 * shape.width, NF4: 16 + 4 + shape.width}.get(operation.base, 12 + 4 + shape.width)
+        last = 0.0 if shape.width == 4 else 4.0 + shape.width  # from fp32 to the layout's precision
+        passes = {INT8: 3.0 * shape.width, NF4: 16 + last}.get(operation.base, 12 + last)
         kernels = {INT8: 2, NF4: 8}.get(operation.base, 5) * len(operation.outputs)
-        moved = wide * deep * (BASES[operation.base].width + wide_passes)
+        moved = wide * deep * (BASES[operation.base].width + passes)
         self.memory(moved, moved, (kernels, kernels))
 
     def adapter(self, tokens: Num, wide: Num, deep: Num, rank: int, shape: Shape) -> None:
