@@ -62,7 +62,7 @@ def test_a_kept_recording_without_its_end(audits, tmp_path) -> None:
     assert live is not None and again is not None and again.text == live.text
     for text in ("", "7", "[0]", "{}", '{"code": 0, "seconds": 1.0, "hung": false, "interrupted": false, "died": [1]}'):
         ended.write_text(text)
-        with pytest.raises(UserError, match="ended.json is damaged"):
+        with pytest.raises(UserError, match=r"ended\.json is damaged"):
             read_job(tmp_path / "recording")
 
 
