@@ -298,6 +298,7 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
         values["workload"] = replace(workload, isolate_documents=shape == "chat" and _isolates(model, layout))
     values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}
     if values.get("weights") is not None and values.get("resume") is None:
+        values["weights"] = Path(values["weights"]).absolute()  # a run may be resumed, or merged, in another folder
         values |= _starting_from(Path(values["weights"]), model, values.get("tokenizer"))
     if values.get("tokenizer") is not None:
         values["tokenizer"] = str(values["tokenizer"])

@@ -47,6 +47,9 @@ def nearest(name: str, known: Collection[str], most: int = 1, cutoff: float = 0.
     """The `most` known names nearest to an unknown one; of equally near ones by letters, then by beginning."""
     import difflib
 
+    if same := [one for one in known if one.lower() == name.lower()]:
+        return same[:most]
+
     def distance(one: str) -> tuple[float, bool, int]:
         begun = next((at for at, (a, b) in enumerate(zip(one, name, strict=False)) if a != b), len(name))
         return -difflib.SequenceMatcher(None, one, name).ratio(), sorted(one) != sorted(name), -begun
@@ -60,14 +63,16 @@ def did_you_mean(name: str, known: Collection[str], otherwise: str, most: int = 
     return f"did you mean {' or '.join(near)}?" if near else f"{otherwise} {', '.join(known)}"
 
 
-def near_path(path: Path | str) -> str:
-    """The hint "; did you mean PATH?" for a missing path, by its first part that is missing; empty if none is near."""
+def near_path(path: Path | str, folder: bool = False) -> str:
+    """The hint "; did you mean PATH?" for a missing path, by its first part that is missing; empty if none is near.
+    folder: whether it must be one."""
     with suppress(OSError, ValueError, RuntimeError):
         full = Path(path).expanduser()
         missing = next(part for part in (full, *full.parents) if part.parent.is_dir())
-        others = sorted(missing.parent.iterdir(), key=lambda one: one.suffix == missing.suffix)
+        there = (one for one in missing.parent.iterdir() if one.is_dir() or not folder)
+        others = sorted(there, key=lambda one: one.suffix == missing.suffix)
         names = {one.stem: one.name for one in others if missing.name.startswith(".") or not one.name.startswith(".")}
         if not full.exists() and (near := nearest(missing.stem, names, cutoff=0.7)):
-            there = missing.with_name(names[near[0]])
-            return f"; did you mean {whole if (whole := there / full.relative_to(missing)).exists() else there}?"
+            meant = missing.with_name(names[near[0]])
+            return f"; did you mean {whole if (whole := meant / full.relative_to(missing)).exists() else meant}?"
     return ""

@@ -57,7 +57,9 @@ def test_a_run_is_as_predicted(root: Path) -> None:
 
 
 def test_trap_35_merged_weights_are_the_sum(root: Path) -> None:
-    result("checkpoint", "merge", "lora", "--out", "merged", "--dtype", "float32", folder=root)
+    elsewhere = root / "elsewhere"
+    elsewhere.mkdir()
+    result("checkpoint", "merge", "../lora", "--out", "../merged", "--dtype", "float32", folder=elsewhere)
     checkpoint = Checkpoint.open(root / "lora" / "checkpoints" / "step-4")
     before, after = (load_file(root / name / "model.safetensors") for name in ("base", "merged"))
     assert before.keys() == after.keys()
@@ -94,7 +96,7 @@ def test_trap_35_pefts_folder_and_back(root: Path) -> None:
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert stored[key].shape[0] == 3 and stored[key].dtype == np.float32
     config = json.loads((root / "adapters" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 12, "base")
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 12, str(root / "base"))
     result("checkpoint", "merge", "adapters", "--base", "base", "--out", "again", "--dtype", "float32", folder=root)
     result("checkpoint", "merge", "lora", "--out", "once", "--dtype", "float32", folder=root)
     assert (root / "again" / "model.safetensors").read_bytes() == (root / "once" / "model.safetensors").read_bytes()

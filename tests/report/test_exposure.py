@@ -102,7 +102,7 @@ def test_a_collective_that_is_half_hidden():
             | {"time_s": 1.0, "hidden_s": 0.5, "exposed_s": 0.5}
         ],
     }
-    assert found.sentence(2) == "communication: 50.0% of the step, 25.0% behind computation, 25.0% exposed (rank 2)"
+    assert found.sentence(2) == "communication: 50.0% of the step, 25.0% hidden, 25.0% exposed (rank 2)"
 
 
 def test_collectives_that_tell_nothing_go_by_their_name_and_roles_without_timeline_are_left_out():

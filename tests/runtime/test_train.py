@@ -84,7 +84,7 @@ def test_a_run_too_short_for_a_timeline_has_a_report_without(runs: Path, tmp_pat
     done = shardwise(*command(runs, tmp_path / "run", "dp=2,precision=fp32", 1, "--report"))
     measured = StepReport.read(tmp_path / "run/reports/measured.json")
     assert measured.roles[0].ledger and not measured.roles[0].timeline
-    assert re.search(r"step    1/1  loss \S+  recorded for the report in .*s: slower than other steps\n", done.stdout)
+    assert re.search(r"step    1/1  loss \S+  .*s, recorded, so slower than others\n", done.stdout)
     assert "tokens/s" not in done.stdout
     (event,) = [event for event in map(json.loads, (tmp_path / "run/events.jsonl").open()) if "loss" in event]
     assert event["recorded"] and event["tokens_per_s"] > 0
@@ -122,7 +122,7 @@ def test_a_terminal_keeps_nothing_of_an_overwritten_line(tmp_path: Path, monkeyp
     ]  # fmt: skip
     first, second, third = shown.split("\n")[1].split("\r")
     assert first == "step    1/9  loss 5.0000  9 tokens/s  MFU 50.0%"
-    assert second == "step    2/9  loss 5.0000  recorded for the report in 7.00 s: slower than other steps"
+    assert second == "step    2/9  loss 5.0000  7.00 s, recorded, so slower than others"
     assert len(third) == len(second)
 
 

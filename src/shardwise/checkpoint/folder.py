@@ -52,7 +52,7 @@ def find(path: Path) -> Checkpoint:
     Raises `UserError` when there is none, and when the newest one is damaged, `DamagedError` that names an older one.
     """
     if not path.is_dir():
-        raise UserError(f"no such folder: {path}{near_path(path)}")
+        raise UserError(f"no such folder: {path}{near_path(path, folder=True)}")
     if not (path / NAME).exists():
         for folder in (path, path / "checkpoints"):
             if found := steps(folder):

@@ -88,5 +88,7 @@ def _of_run(path: Path, name: str) -> StepReport:
     file = path / "reports" / f"{name}.json"
     if not file.is_file():
         makes = "; `shardwise train --report` makes one" if _trained(path) else ""
+        if name == "predicted" and (path / "reports" / "measured.json").is_file():
+            makes = ": its layout has no prediction, as the run has said"
         raise UserError(f"{path} has no {name} report{makes}")
     return StepReport.read(file)

@@ -154,13 +154,13 @@ def _request(args: TrainOptions) -> dict[str, Any]:
 
 def _where(out: Path) -> None:
     """Name what the run left."""
-    run = shlex.quote(str(out))
+    run, predicted = shlex.quote(str(out)), (out / "reports" / "predicted.json").exists()
     known = {
         "events.jsonl": ["every step"],
         "updates.jsonl": [f"gradients and updates: shardwise sync show {run}"],
         "result.json": ["the result"],
         "checkpoints": [f"shardwise checkpoint inspect {run}", f"shardwise train --resume {run} --steps N"],
-        "reports": [f"predicted and measured step: shardwise compare {run}"],
+        "reports": ["predicted and measured step", f"shardwise compare {run}"] if predicted else ["measured step"],
         "reports/trace.json": ["a step's timeline: open it in ui.perfetto.dev"],
         "reports/memory.pickle": ["a step's memory: open it in pytorch.org/memory_viz"],
         "tensorboard": [f"tensorboard --logdir {run}"],

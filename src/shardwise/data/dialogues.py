@@ -53,7 +53,7 @@ class DialogueEncoder:
             texts = self._texts(record, place)
             dialogues = [self._numbers(text, spans, plain) for text, spans, plain in texts]
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
-            what = f"{type(error).__name__}: {error}"
+            what = f"it has {', '.join(record)}" if isinstance(error, KeyError) else str(error)
             raise UserError(
                 f"{place} is no dialogue ({what}); messages have a role and content, and all records one shape"
             ) from None
@@ -104,6 +104,8 @@ class DialogueEncoder:
         dialogue adds to a shorter one."""
         if not messages:
             return "", []
+        if not isinstance(messages, list):
+            raise TypeError("its messages are no list")
         if _GENERATION.search(self._template or ""):
             return self._rendered(messages, record, place, return_assistant_tokens_mask=True)
         text, spans = self._render(messages, record, place), []

@@ -1,5 +1,6 @@
 """Changes of a model in words: `layers=2,experts.capacity=1.25`, as `--set` has them."""
 
+from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,7 +13,8 @@ MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
 """Of a model; some hundred times what anybody has trained, and few enough for 64-bit counts of bytes."""
 _ELSEWHERE = {
     "hidden_size": "hidden", "num_hidden_layers": "layers", "num_attention_heads": "heads", "vocab_size": "vocab",
-    "num_key_value_heads": "kv_heads", "intermediate_size": "ffn", "num_experts_per_tok": "active", "topk": "active",
+    "num_key_value_heads": "kv_heads", "intermediate_size": "ffn", "intermediate": "ffn",
+    "num_experts_per_tok": "active", "topk": "active",
 }  # fmt: skip
 """Words of a config.json and of papers -> fields."""
 LONGEST_NAME = 200
@@ -68,7 +70,8 @@ def _known(word: str, field: str, owner: Any, where: str) -> None:
 
 def _fields(owner: Any) -> dict[str, Any]:
     of: Any = type(owner)
-    return kinds(of)
+    types = kinds(of)
+    return {field.name: types[field.name] for field in dataclass_fields(of)}
 
 
 def _counted(model: ModelConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from shardwise.model.parameters import Model, blueprint
 
 Recompute = Literal["none", "selective", "full"]
 
-MFU = "MFU counts causal attention once: a token attends to itself and those before it, half of the square"
+MFU = "MFU counts causal attention once, which is half of the square"
 """Note beside every MFU: which FLOPs of attention `training_flops_per_token` counts."""
 
 

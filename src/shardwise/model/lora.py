@@ -1,6 +1,7 @@
 """`Lora`: low-rank adapters of a model's linear maps, as a few numbers and a text (Hu et al. 2021)."""
 
 from math import ceil
+from pathlib import Path
 from typing import Self, TypeVar
 
 from shardwise.errors import UserError, did_you_mean
@@ -58,6 +59,8 @@ class Lora:
         values: dict[str, str] = {}
         for word in filter(None, (word.strip() for word in text.split(","))):
             key, equals, value = (part.strip() for part in word.partition("="))
+            if not equals and Path(key).is_dir():
+                raise UserError(f"lora: {key} is a folder, beside which only base= may be given")
             if key not in _KEYS:
                 raise UserError(f"lora: {word!r}: {did_you_mean(key, _KEYS, 'keys:')}")
             if not equals or not value or key in values:
@@ -66,6 +69,8 @@ class Lora:
         if "rank" not in values:
             why = ": weights in 8 or 4 bits have no gradients, so that only adapters train" if "base" in values else ""
             raise UserError(f"lora: rank is missing: give rank=16{why}")
+        if "alpha" in values and not _number(values["alpha"], "alpha", float):
+            raise UserError("lora: alpha must be a positive number, not 0; without it, it is 2 x rank")
         targets = values.get("targets", "")
         return cls(
             _number(values["rank"], "rank", int),

@@ -167,7 +167,7 @@ class Exposure:
         total, hidden, exposed = (
             format_share(self.share(part)) for part in (self.communication, self.hidden, self.exposed)
         )
-        return f"communication: {total} of the step, {hidden} behind computation, {exposed} exposed (rank {rank})"
+        return f"communication: {total} of the step, {hidden} hidden, {exposed} exposed (rank {rank})"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, times in seconds, `exposed_share` as a fraction of the step."""

@@ -154,9 +154,13 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights | None]:
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}{near_path(folder) or '; give a folder of weights or a run'}")
+        raise UserError(
+            f"no such folder: {folder}{near_path(folder, folder=True) or '; give a folder of weights or a run'}"
+        )
     if (folder / "config.json").exists():
-        if (described := resolve(str(folder))).counted and any(folder.glob("*.safetensors")):
+        if (described := resolve(str(folder))).counted:
+            if not any(folder.glob("*.safetensors")):
+                raise UserError(f"{folder} has no *.safetensors: its class's save_pretrained writes them")
             return described, None
         weights = HuggingFaceWeights.open(folder)
         return _without_dropout(weights.model), weights

@@ -40,7 +40,7 @@ def open_foreign(folder: Path | str, format: str = "auto", *, weights_only: bool
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}{near_path(folder)}")
+        raise UserError(f"no such folder: {folder}{near_path(folder, folder=True)}")
     if format not in (*FORMATS, "auto"):
         raise UserError(f"unknown format {format!r}; choose auto or one of {', '.join(FORMATS)}")
     _refuse_megatron(folder)

@@ -25,6 +25,7 @@ from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.adapters import PEFT_NAMES, PEFT_TRUNK, A, B, factor_of, stacked_target
 from shardwise.model.blueprint import ForeignSlice, Parameter
+from shardwise.model.catalog import resolve
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import Model, parameters
 
@@ -289,6 +290,10 @@ def merge(adapters: Path, folder: Path, base: Path | None = None, dtype: str | N
         raise UserError(f"{adapters} has no {CONFIG}")
     if base is None:
         base = _named_base(adapters)
+    if base.is_dir() and resolve(str(base)).counted:
+        raise UserError(
+            f"{base} is of a class of transformers, whose adapters are merged from their run or checkpoint, or by peft"
+        )
     weights = HuggingFaceWeights.open(base)
     found = PeftAdapters.open(adapters, weights.model)
     return _merged(weights, found.model, found, folder, dtype)
@@ -314,6 +319,8 @@ def base_of(checkpoint: Checkpoint, base: Path | None) -> Path:
         raise UserError(
             f"{checkpoint.folder}: its run started from random weights, which are in no folder: give --base"
         )
+    if base is None and not Path(str(named)).is_dir():
+        raise UserError(f"{checkpoint.folder}: its run started from {named}, which is not there: give --base")
     return base or Path(str(named))
 
 
@@ -322,7 +329,8 @@ def _named_base(adapters: Path) -> Path:
 
     name = json.loads((adapters / CONFIG).read_bytes()).get("base_model_name_or_path")
     if not isinstance(name, str) or not Path(name).is_dir():
-        raise UserError(f"{adapters / CONFIG} names {name!r}, which is no folder here: give the weights with --base")
+        names = f"names {name!r}, which is no folder here" if name else "names no base"
+        raise UserError(f"{adapters / CONFIG} {names}: give the weights with --base")
     return Path(name)
 
 

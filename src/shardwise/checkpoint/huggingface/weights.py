@@ -65,7 +65,7 @@ class HuggingFaceWeights:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise UserError(f"no such folder: {folder}{near_path(folder)}")
+            raise UserError(f"no such folder: {folder}{near_path(folder, folder=True)}")
         model = from_huggingface(folder)
         if reason := model.why_not_runnable():
             raise UserError(f"{folder}: {reason}")

@@ -52,7 +52,8 @@ def run_file(config: TrainConfig) -> str:
     values |= _changed(config.workload) | _changed(config.optimizer)
     model = config.model.replace(lora=None)
     if config.adapters is not None:
-        values["lora"] = _absolute("adapters", config.adapters)
+        base = config.model.lora.base if config.model.lora else ""
+        values["lora"] = _absolute("adapters", config.adapters) + (f",base={base}" if base else "")
     elif config.model.lora:
         values["lora"] = str(config.model.lora)
     if model.counted:
@@ -191,7 +192,7 @@ class RunRecorder:
         if self._live or last or self._first or time.monotonic() - self._shown > 5:
             speed = f"{event['tokens_per_s']:,.0f} tokens/s  MFU {event['mfu']:.1%}"
             if recorded:
-                speed = f"recorded for the report in {format_time(event['seconds'])}: slower than other steps"
+                speed = f"{format_time(event['seconds'])}, recorded, so slower than others"
             elif not self._explained:
                 self._show(MFU)
                 self._explained = True
