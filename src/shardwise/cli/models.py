@@ -68,7 +68,7 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
 
 
 def adapters_of(args: Any) -> Path | None:
-    """The folder of adapters that --lora names."""
+    """The folder of adapters that --lora names. Raises `UserError` for an empty one."""
     if args.lora == "":
         raise UserError("--lora is empty: give rank=16, or a folder that peft wrote")
     if args.lora is None or "=" in _folder(args.lora)[0]:

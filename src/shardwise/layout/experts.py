@@ -66,7 +66,7 @@ class RoutedRows:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RankRouting:
     """Tokens that one rank routes to experts in a micro-batch, and rows that it exchanges for them."""
 
     blueprint: Blueprint

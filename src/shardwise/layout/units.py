@@ -23,7 +23,7 @@ from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, DATA, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.dtypes import Dtypes
-from shardwise.layout.experts import RoutedRows, Routing
+from shardwise.layout.experts import RoutedRows, RankRouting
 from shardwise.layout.layout import Layout
 from shardwise.layout.local_parts import LocalParts
 from shardwise.layout.mesh import Mesh
@@ -217,10 +217,10 @@ class UnitPlan:
         return replace(self, routed=RoutedRows(tuple((part, (rows[micro],)) for part, rows in self.routed.rows)))
 
     @cached_property
-    def routing(self) -> Routing:
+    def routing(self) -> RankRouting:
         """Tokens that the rank routes to experts."""
         experts = self.subject.experts
-        return Routing(
+        return RankRouting(
             self.blueprint, self.layout, self.sequence, self.tokens, self.stream_tokens, self.tp_rank, self.cp_rank,
             experts.active if experts else 0, self.routed,
         )  # fmt: skip

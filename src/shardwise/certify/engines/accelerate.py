@@ -53,6 +53,7 @@ parallelize = Prepared
 
 
 def optimizer(run: EngineRun, **settings: Any) -> Any:
+    """AdamW, prepared with the model."""
     adam = torch.optim.AdamW(run.model.parameters(), foreach=False, **settings)
     run.engine.engine, prepared = run.engine.accelerator.prepare(run.model, adam)
     return prepared

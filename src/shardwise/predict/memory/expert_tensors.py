@@ -1,7 +1,7 @@
 """A mixture of experts in bytes: what it saves, and what its forward and backward pass allocate and free.
 
 Follows `ops/experts.py` line by line. How many rows come to a rank's experts is a record, or what equal loads would be
-(`Routing.rows`).
+(`RankRouting.rows`).
 """
 
 from __future__ import annotations
