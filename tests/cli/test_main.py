@@ -319,7 +319,7 @@ class TestCompare:
     def test_mistakes(self, command, run):
         mistake(command("compare", "other.json"), "is one report")
         (run / "reports" / "predicted.json").unlink()
-        mistake(command("compare", run), "no predicted report", "--report")
+        mistake(command("compare", run), "no predicted report: its layout has no prediction")
         Path("damaged.json").write_text("{")
         mistake(command("compare", "damaged.json", run), "damaged.json")
 

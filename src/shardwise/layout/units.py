@@ -23,7 +23,7 @@ from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, DATA, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.dtypes import Dtypes
-from shardwise.layout.experts import RoutedRows, RankRouting
+from shardwise.layout.experts import RankRouting, RoutedRows
 from shardwise.layout.layout import Layout
 from shardwise.layout.local_parts import LocalParts
 from shardwise.layout.mesh import Mesh
