@@ -195,7 +195,8 @@ def test_mistakes_are_one_line(words: str, message: str, tmp_path: Path, capfd: 
         "axis": mine + 'data = ["pd"]', "text": mine + 'axes = data = "dp"', "space": mine + 'space = ["dp"]',
         "one": mine + 'space = {"dp": [1]}', "variant": mine + 'variants = ["plain", "untied"]',
         "plain": mine + 'variants = ["uneven"]', "within": mine + 'within = {"views": "dp"}',
-        "number": mine + "clip = 3", "near": mine + "def backwards(*words):\n    pass", "version": mine + 'needs = ["nosuch"]',
+        "number": mine + "clip = 3", "near": mine + "def backwards(*words):\n    pass",
+        "version": mine + 'needs = ["nosuch"]',
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
