@@ -85,7 +85,7 @@ def test_a_rank_without_a_dump(tmp_path, audit):
         found = behind(dumps(tmp_path / name, ranks, groups))
         assert (found.kind, found.ranks) == ("silent", (2,)) and found.text.startswith("all_reduce 2 of 32 B")
     code, out, _ = audit(tmp_path / "d")
-    assert code == 1 and "waits for rank 2, of which there is no recording" in " ".join(out.split())
+    assert code == 1 and "waits for rank 2, which left no recording" in " ".join(out.split())
     assert "no file of rank 2" in out
     ranks[0][1]["state"] = "completed"
     assert audit_files([dumps(tmp_path / "e", ranks, {"0": [0, 1, 2]})]).desync is None

@@ -176,7 +176,7 @@ def unfinished(recordings: Sequence[RankRecording]) -> Difference | None:
         call, silent = here[0], tuple(rank for rank in key[1] if rank not in known)
         text = f"all ranks entered {describe(call)}: a broken or slow link, or dumps that were taken while it ran"
         if silent:
-            text = f"{describe(call)} waits for {format_ranks(silent)}, of which there is no recording"
+            text = f"{describe(call)} waits for {format_ranks(silent)}, which left no recording"
         kind: Kind = "silent" if silent else "unfinished"
         results.append((_at(kind, silent or tuple(rows), call, text), call.begin or 0.0))
     return min(results, key=lambda one: (one[0].kind == "unfinished", one[1]), default=(None, 0.0))[0]

@@ -56,7 +56,7 @@ class _Ended(Json):
     interrupted: bool
     """Whether a signal was passed on, after which no rank is to blame."""
     died: dict[str, float]
-    """Process id -> moment of its end, of those that the audit did not end."""
+    """Process id -> moment of its end, without processes that the audit ended."""
 
 
 @dataclass

@@ -137,7 +137,7 @@ class Recorder:
         self.kinds: dict[Any, tuple[str, str]] = {}
         self.pending: dict[int, tuple[Any, int]] = {}
         self.callbacks: set[Any] = set()
-        """Weak references to those that futures have."""
+        """Weak references to callbacks of futures."""
         self.library: Any = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="shardwise-audit", daemon=True)

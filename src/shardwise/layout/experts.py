@@ -98,7 +98,7 @@ class RankRouting:
 
     @property
     def _padding(self) -> int:
-        """Places that it routes which are no tokens: those that fill up the last chunks of a cut sequence."""
+        """Padding that it routes: places that fill up the last chunks of a cut sequence."""
         cut, layout = self.sequence, self.layout
         if cut.padded == cut.seq:
             return 0
@@ -117,7 +117,7 @@ class RankRouting:
         rows = self.routed.by_part[part]
         return (max(sent for sent, _ in rows), max(come for _, come in rows)) if micro is None else rows[micro]
 
-    def alike(self, part: str) -> tuple[bool, tuple[int, int]]:
+    def memory_key(self, part: str) -> tuple[bool, tuple[int, int]]:
         """Equal for blocks that need the same memory: whether they have experts, and rows that these exchange."""
         return (True, self.rows(part)) if self.blueprint.routes and self.blueprint.routes_in(part) else (False, (0, 0))
 

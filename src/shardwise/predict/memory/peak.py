@@ -67,7 +67,7 @@ def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
             gathered = (gather(plan, s), s.tokens * s.hidden * s.element) if plan.layout.sp else (0, 0)
             then = norm + max(norm_forward(plan, s, s.stream * s.hidden), gathered[0], gathered[1] + items["logits"])
         else:
-            then = block[plan.routing.alike(part)]
+            then = block[plan.routing.memory_key(part)]
         worst = max(worst, before + then)
         before += sum(saved_items(plan, s, part).values()) - saved_inputs(plan, s, part)
         if plan.blueprint.kind(part) == "embedding":
@@ -119,7 +119,7 @@ def backwards(
                 saved
                 + here
                 + coming
-                + block[plan.routing.alike(part), part == parts[-1]]
+                + block[plan.routing.memory_key(part), part == parts[-1]]
                 + _returned_gradients(plan, s, part)
                 + _recomputed_from_input(plan, s, part, parts, apart)
             )
@@ -128,7 +128,7 @@ def backwards(
 
 def _distinct(plan: UnitPlan, parts: list[str]) -> dict[Any, str]:
     """One of each sort of blocks that differ in memory."""
-    return {plan.routing.alike(part): part for part in parts if plan.blueprint.kind(part) == "block"}
+    return {plan.routing.memory_key(part): part for part in parts if plan.blueprint.kind(part) == "block"}
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:

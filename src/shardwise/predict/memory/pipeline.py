@@ -427,7 +427,7 @@ def _like(plan: UnitPlan) -> dict[int, int]:
     first: dict[Any, int] = {}
     found = {}
     for stage, units in stage_units(plan).items():
-        parts = tuple((plan.blueprint.kind(part), plan.routing.alike(part)) for part in plan.stages[stage])
+        parts = tuple((plan.blueprint.kind(part), plan.routing.memory_key(part)) for part in plan.stages[stage])
         sizes = tuple((unit.padded, unit.shard_numel) for unit in units)
         ends = stage == 0, stage + 1 == plan.pipeline.schedule.stages
         found[stage] = first.setdefault((ends, parts, sizes), stage)
