@@ -21,7 +21,7 @@ from shardwise.runtime.module.class_model import ROUNDED, ClassModel
 
 TABLES = ("FAMILIES", "CUT", "CHAINS", "GENERATING", "WIDE")
 FAMILIES, CUTS, CHAINS, GENERATING, WIDE = (table(__file__, name) for name in TABLES)
-"""Families that pass; families with tests of cut sequences, of pipelines, of generation (keys beside tp=2), and of memory
+"""Families that pass; families with tests of cut sequences, pipelines, generation (keys beside tp=2), and of memory
 at the published width."""
 
 
