@@ -133,7 +133,8 @@ def train_class(rank: int, payload: tuple[ClassModel, VerifyRequest]) -> ClassOu
     module = split(plain(model), request.layout, request.plan, example, parts=request.parts, optimizer=SETTINGS)
     comms, outcome = module.program.comms, ClassOutcome([], [], difference)
     for step in range(STEPS):
-        rows: Any = tuple(x.chunk(comms.size(DP))[comms.index(DP)] for x in batch(model, step))
+        # A rank's own rows: a view would keep the whole batch.
+        rows: Any = tuple(x.chunk(comms.size(DP))[comms.index(DP)].clone() for x in batch(model, step))
         result = module.train_step(token_loss, rows, lr=LR, measure=step == STEPS - 1)
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
@@ -167,7 +168,7 @@ def resumed(model_type: str, layouts: Sequence[str], folder: Path) -> float:
 def predicted(model: ClassModel, parts: ClassSplit, layout: Layout) -> StepReport | None:
     """The prediction of a step; None where there is none."""
     try:
-        blueprint = trace(parts.module, batch(model, 0), parts.plan, loss=token_loss, parts=parts.parts,
+        blueprint = trace(parts.module.eval(), batch(model, 0), parts.plan, loss=token_loss, parts=parts.parts,
                           tp=[layout.tp], precisions=["fp64"])  # fmt: skip
         exact = Layout.parse(f"{layout},precision=fp64,micro={ROWS // layout.dp}")
         return estimate(blueprint, exact, Workload(seq=SEQ, batch=ROWS))
