@@ -520,7 +520,8 @@ def _predict(config: TrainConfig, nodes: int) -> None:
 
         directory = RunDirectory(Path(config.out))
         backend, measured = _carried_by(directory), directory.report("measured")
-        recorded = StepReport.read(measured).roles if config.model.experts and measured.exists() else ()
+        roles = StepReport.read(measured).roles if measured.exists() else ()
+        recorded = roles if any(role.routed for role in roles) else ()
         try:
             subject: Model = config.model
             if config.model.counted:

@@ -21,8 +21,7 @@ from harness.own_modules import (
 )
 from shardwise import StepReport, split
 from shardwise.layout import Layout
-from shardwise.layout.axes import DATA
-from shardwise.report.compare import ReportComparison
+from shardwise.layout.axes import DP
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,9 @@ class TracedCase:
         return token_example(rows, SEQ) if self.family else own_batch(self.name, rows, seed)
 
     def loss(self) -> Any:
-        return token_loss if self.family else summed_loss
+        if not self.family:
+            return summed_loss
+        return aligned_loss if "cp=" in self.layout else token_loss
 
 
 SEQ = 12
@@ -68,14 +69,20 @@ def token_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.float(), batch["input_ids"][:, 1:].flatten(), reduction="sum"), logits.shape[0]
 
 
-def measured(rank: int, job: tuple[TracedCase, StepReport]) -> ReportComparison:
-    case, predicted = job
+def aligned_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    """The same of the tokens themselves, as of targets that were shifted before."""
+    logits = model(**batch).logits.flatten(0, 1)
+    return F.cross_entropy(logits.float(), batch["input_ids"].flatten(), reduction="sum"), logits.shape[0]
+
+
+def measured(rank: int, case: TracedCase) -> StepReport:
     layout = Layout.parse(case.layout)
     plan = case.plan if layout.tp > 1 else None
     parts = case.parts if layout.pp > 1 else None
-    model = split(case.build(), layout, plan, parts=parts, accumulate=case.accumulate)
-    place = model.program.comms.index(DATA)
+    example = case.batch(1) if layout.cp > 1 else None
+    model = split(case.build(), layout, plan, example, parts=parts, accumulate=case.accumulate)
+    place = model.program.comms.index(DP)
     for step in range(2):
         batches = [case.batch(layout.micro, place + step) for _ in range(case.accumulate)]
         model.train_step(case.loss(), batches, measure=step == 1)
-    return model.report(predicted)
+    return model.report()

@@ -3,6 +3,7 @@ import os
 import random
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.layout import unit_plan
 from shardwise.layout.modules import check_module_layout
+from shardwise.layout.traced_cut import traced_cut
 from shardwise.model.blueprint import Part
+from shardwise.report.compare import ReportComparison, compare
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.trace import _Tracer
@@ -31,9 +34,27 @@ NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2"
 
 
 @cache
-def traced(name: str, tp: int, precision: str) -> Blueprint:
-    case = TracedCase(name, "dp=1")
-    return trace(case.build, case.batch(2), case.plan, loss=case.loss(), tp=[tp], precisions=[precision])
+def traced(name: str, cut: str, tp: int, precision: str, piped: bool = False) -> Blueprint:
+    case = TracedCase(name, cut)
+    return trace(
+        case.build, case.batch(2), case.plan, loss=case.loss(), parts=case.parts if piped else None, tp=[tp],
+        precisions=[precision], cuts=[cut],
+    )  # fmt: skip
+
+
+def compared(case: TracedCase) -> Iterator[ReportComparison]:
+    """A measured step beside its prediction, on each rank."""
+    layout = Layout.parse(case.layout)
+    model = traced(case.name, traced_cut(layout), layout.tp, layout.precision, layout.pp > 1)
+    workload = Workload(seq=model.trace.seq, batch=layout.dp * layout.micro * case.accumulate)
+    for report in run_ranks("harness.traced_jobs:measured", layout.ranks, case):
+        recorded = report.roles if layout.ep > 1 else ()
+        assert all(role.routed for role in recorded)
+        result = compare(estimate(model, layout, workload, recorded=recorded), report)
+        assert result.equal_ledger, [row for row in result.rows if not row.equal]
+        assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
+        assert not result.differences
+        yield result
 
 
 def drawn(count: int) -> list[TracedCase]:
@@ -72,21 +93,37 @@ HOMES = [
     )
 ]
 """Sequence parallelism, homes off the device and mixtures whose experts all ranks have."""
+CUTS = [
+    TracedCase(name, f"{layout},micro=2", accumulate)
+    for name, layout, accumulate in (
+        ("mixtral", "dp=2,ep=2,zero=3", 2),
+        ("deepseek", "dp=2,tp=2,ep=2,zero=1", 1),
+        ("mixtral", "tp=2,ep=2,recompute=full", 2),
+        ("deepseek", "dp=4,ep=4,zero=2", 2),
+        ("mixtral", "cp=2,tp=2,ep=4", 1),
+        ("llama", "cp=2,precision=fp32", 2),
+        ("qwen3", "dp=2,cp=2,cpkind=ulysses,zero=3", 2),
+        ("phi3", "cp=2,cpkind=allgather,recompute=full", 2),
+        ("llama", "tp=2,cp=2,zero=1,recompute=full", 1),
+        ("llama", "pp=2,cp=2", 2),
+        ("mixtral", "dp=2,pp=2,ep=2,zero=1", 2),
+    )
+]
+"""Experts and sequences that are spread over ranks."""
 
 
 @pytest.mark.parametrize(
-    "case", [*some_of(drawn(24), 1, "traced modules"), *some_of(HOMES, 1, "traced homes")], ids=str
+    "case",
+    [
+        case
+        for of, what in ((drawn(24), "modules"), (HOMES, "homes"), (CUTS, "cuts"))
+        for case in some_of(of, 1, f"traced {what}")
+    ],
+    ids=str,
 )
 def test_a_measured_step_is_that_of_the_trace(case):
-    layout = Layout.parse(case.layout)
-    model = traced(case.name, layout.tp, layout.precision)
-    workload = Workload(seq=model.trace.seq, batch=layout.dp * layout.micro * case.accumulate)
-    predicted = estimate(model, layout, workload)
-    for result in run_ranks("harness.traced_jobs:measured", layout.ranks, (case, predicted)):
-        assert result.equal_ledger, [row for row in result.rows if not row.equal]
-        assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
+    for result in compared(case):
         assert result.peak_error < 0.02, [row for row in result.bytes if not row.equal]
-        assert not result.differences
 
 
 def test_experts_are_units_of_their_own_only_where_a_degree_splits_them():
@@ -354,26 +391,11 @@ CASES = [
 ]
 
 
-@cache
-def traced_staged(name: str, tp: int, precision: str) -> Blueprint:
-    case = TracedCase(name, "pp=2")
-    return trace(
-        case.build, case.batch(2), case.plan, loss=case.loss(), parts=case.parts, tp=[tp], precisions=[precision]
-    )
-
-
 @pytest.mark.parametrize("case", some_of(CASES, 1, "pipelines of traced modules"), ids=str)
 def test_a_measured_step_of_stages_is_that_of_the_trace(case):
-    layout = Layout.parse(case.layout)
-    model = traced_staged(case.name, layout.tp, layout.precision)
-    workload = Workload(seq=model.trace.seq, batch=layout.dp * layout.micro * case.accumulate)
-    predicted = estimate(model, layout, workload)
-    assert len(predicted.roles) == layout.pp
-    for result in run_ranks("harness.traced_jobs:measured", layout.ranks, (case, predicted)):
-        assert result.equal_ledger, [row for row in result.rows if not row.equal]
-        assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
+    for result in compared(case):
+        assert len(result.a.roles) >= Layout.parse(case.layout).pp
         assert result.peak_error < 0.05, [row for row in result.bytes if not row.equal]
-        assert not result.differences
 
 
 def without_shards(part: Part) -> Part:
@@ -384,7 +406,7 @@ def without_shards(part: Part) -> Part:
 @pytest.mark.parametrize(("name", "tp"), some_of([("plain", 1), ("tied", 2), ("gpt2", 2)], 1, "parts of stages"))
 def test_stages_have_the_parts_of_split(name, tp):
     """Both find entry, blocks and exit, and the table that the ends share."""
-    case, model = TracedCase(name, "pp=2"), traced_staged(name, tp, "bf16")
+    case, model = TracedCase(name, "pp=2"), traced(name, "", tp, "bf16", True)
     module = case.build()
     blocks = find_blocks(module, None)
     chain = find_chain(module, case.parts, blocks)
@@ -455,14 +477,14 @@ def test_without_an_order_of_parts_there_are_no_pipelines(build, parts, message)
 
 @from_table
 def test_what_a_pipeline_cannot_have_is_one_line(layout, message):
-    model = traced_staged("plain", 1, "bf16")
+    model = traced("plain", "", 1, "bf16", True)
     with pytest.raises(LayoutError, match=message) as caught:
         estimate(model, layout, Workload(seq=1, batch=8))
     assert "\n" not in str(caught.value)
 
 
 def test_files_of_an_earlier_release_say_how_to_get_pipelines():
-    model = traced_staged("plain", 1, "bf16")
+    model = traced("plain", "", 1, "bf16", True)
     earlier = replace(model, trace=replace(model.trace, ends=None))
     with pytest.raises(LayoutError, match="PlainMLP has no predictions for pipelines: trace it again"):
         estimate(earlier, "pp=2", Workload(seq=1, batch=8))

@@ -46,6 +46,7 @@ MARKS = {
     "searched": "`plan` tries its values, or `--fix` sets them",
     "priced": "the planner prices values that it does not try",
     "untraced": "a traced module has no predictions under it",
+    "apart": "a module is traced for each of its values that has predictions",
     "untimed": "the time of a step under it is not modelled",
     "uncounted": "the memory of other engines is not known under it",
     "training": "generation does not have it",
@@ -275,14 +276,14 @@ class Keys:
     cp: int = key(
         1,
         "context-parallel degree: each rank has 1/cp of every sequence",
-        "searched untraced",
+        "searched apart",
         least=1,
         rules=(_SPLITS,),
     )
     ep: int = key(
         1,
         "expert-parallel degree: experts of a mixture over ep ranks of a stage",
-        "searched untraced",
+        "searched apart",
         least=1,
         rules=(_SPLITS, _EXPERTS),
         feature=("experts", "expert parallelism"),
@@ -371,7 +372,7 @@ class Keys:
     cpkind: str = key(
         "ring",
         "how attention sees other ranks' tokens under cp",
-        "priced training",
+        "priced training apart",
         choices=("ring", "ulysses", "allgather"),
         of=("cp",),
         matters=lambda x: x.cp > 1,

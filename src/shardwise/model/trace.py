@@ -60,7 +60,7 @@ class TracedMoment:
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """Collectives of a part's maps over tensor-parallel ranks."""
+    """Collectives of a part that are neither gathers of parameters nor sums of their gradients."""
 
     phase: Literal["forward", "backward"]
     op: str
@@ -71,6 +71,10 @@ class TracedCollective:
     """Per micro-batch."""
     end: Literal["", "entry", "exit"] = ""
     """As of `TracedOp`."""
+    group: str = "tp"
+    """Its ranks, as a ledger names them."""
+    received: Pair = (0, 0)
+    """Of its elements, those of rows that experts here receive where all receive as many."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ class TracedStep:
     """None without a known order of parts."""
     sp: bool = False
     """Whether the stream was cut along the sequence."""
+    cut: str = ""
+    """Keys of the layout beside these, as of `traced_cut`."""
+    received: tuple[tuple[str, Pair], ...] = ()
+    """Of what is saved, bytes of rows that experts here receive where all receive as many."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +119,8 @@ class Trace:
     """Why there are none for sequence parallelism; empty where there are."""
 
     @cached_property
-    def _steps(self) -> dict[tuple[int, str, str], TracedStep]:
-        return {(step.tp, step.precision, step.recompute): step for step in self.steps if not step.sp}
+    def _steps(self) -> dict[tuple[int, str, str, str], TracedStep]:
+        return {(step.tp, step.precision, step.recompute, step.cut): step for step in self.steps if not step.sp}
 
     @cached_property
     def on_shards(self) -> "Trace":
@@ -123,22 +131,27 @@ class Trace:
     def degrees(self) -> list[int]:
         return sorted({tp for tp, *_ in self._steps})
 
-    def has(self, tp: int, precision: str, recompute: str) -> bool:
-        return (tp, precision, recompute) in self._steps
+    @property
+    def cuts(self) -> list[str]:
+        return sorted({cut for *_, cut in self._steps})
 
-    def step(self, tp: int, precision: str, recompute: str) -> TracedStep:
+    def has(self, tp: int, precision: str, recompute: str, cut: str = "") -> bool:
+        return (tp, precision, recompute, cut) in self._steps
+
+    def step(self, tp: int, precision: str, recompute: str, cut: str = "") -> TracedStep:
         """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
-        if not self.has(tp, precision, recompute):
+        if not self.has(tp, precision, recompute, cut):
             there: dict[str, list[Any]] = {
                 key: sorted({step[place] for step in self._steps})
                 for place, key in enumerate(("tp", "precision", "recompute"))
             }
             words = "; ".join(f"{key}={'|'.join(map(str, values))}" for key, values in there.items())
+            words += "".join(f"; {cut}" for cut in self.cuts if cut)
             raise LayoutError(
-                f"tp={tp},precision={precision},recompute={recompute} was not traced; the trace has {words}: choose "
-                "among these, or trace the module again"
+                f"tp={tp},precision={precision},recompute={recompute}{cut and ','}{cut} was not traced; the trace has "
+                f"{words}: choose among these, or trace the module again"
             )
-        return self._steps[tp, precision, recompute]
+        return self._steps[tp, precision, recompute, cut]
 
     def at(self, pair: Pair, rows: int) -> int:
         """A number for a micro-batch of `rows` rows."""

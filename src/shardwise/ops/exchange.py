@@ -75,9 +75,9 @@ class TokenExchange:
         """Sequences that are routed at the same time on all ranks together, over those that are here."""
         return 1
 
-    def counts(self, sent: Tensor) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+    def counts(self, sent: Tensor, pairs: int | None = None) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         """From the pairs of this rank for each expert, [E]: how many go to each rank; and from each rank how many come
-        for each expert here."""
+        for each expert here. pairs: their sum, where no layout tells it to a step without values."""
         per_expert = sent.tolist()
         return [sum(per_expert)], [per_expert]
 

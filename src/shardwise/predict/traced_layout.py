@@ -9,6 +9,7 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, pipeline
 from shardwise.layout.keys import KEYS, SEARCHED, changed
 from shardwise.layout.legality import check_ranks, valid_tp
+from shardwise.layout.traced_cut import traced_cut
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 
@@ -63,7 +64,7 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
     check_row_length(model, workload)
     if layout.sp:
         trace = _on_shards(layout, model)
-    trace.step(layout.tp, layout.precision, layout.recompute)
+    trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout))
     _check_pipeline(layout, model, workload.micro_batches(layout))
     if ranks is not None:
         check_ranks(layout, ranks)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.layout.gathers import Residency, packed_bytes, stage_units
 from shardwise.layout.unit import Unit
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import kept_items, saved_items, stored_bytes
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.peak import optimizer
@@ -185,7 +184,7 @@ class _Rank:
         self.rest = self.sizes.inputs if lasting is None else lasting
         self.gradients_of = dict.fromkeys(plan.by_name, 0)
         self.reducing: Unit | None = None
-        self.residency, self.uneven = Residency(plan), plan.routing.uneven
+        self.residency, self.uneven = Residency(plan), self.sizes.uneven
         self.lends = plan.backend == "shared"
         """Whether messages are read where they are, so that none is kept while it leaves."""
         self.leaving: dict[tuple[int, str], int] = {}
@@ -268,30 +267,15 @@ class _Rank:
         return not (before and after)
 
     def _routed(self, kind: str, stage: int, micro: int) -> tuple[int, int]:
-        """Bytes that an action saves, or lets go of, beyond those of the micro-batch whose experts have most rows; on
-        the device, and in the host's memory."""
+        """Bytes that an action saves, or lets go of, beyond those of `of`; on the device, and in the host's memory."""
         saved, kept, stored = self._beyond(stage, micro)
         here = {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}[kind]
         return here, {"F": stored, "W": 0}.get(kind, -stored)
 
     def _beyond(self, stage: int, micro: int) -> tuple[int, int, int]:
-        """Bytes that a micro-batch saves on a stage, that are kept of it for the gradients of weights, and that it
-        saves in the host's memory, beyond those of the one whose experts have most rows."""
         key = stage, micro
         if key not in self.beyond:
-            assert isinstance(self.sizes, RankStages)
-            s, this = self.sizes.s, self.plan.as_micro_batch(micro)
-            saved, kept = (
-                sum(
-                    sum(items(this, s, part).values()) - sum(items(self.plan, s, part).values())
-                    for part in self.plan.stages[stage]
-                )
-                for items in (saved_items, kept_items)
-            )
-            stored = sum(
-                stored_bytes(this, s, part) - stored_bytes(self.plan, s, part) for part in self.plan.stages[stage]
-            )
-            self.beyond[key] = saved, kept, stored
+            self.beyond[key] = self.sizes.beyond(stage, micro)
         return self.beyond[key]
 
     def _on_stage(self, kind: str, stage: int, moves: bool) -> None:

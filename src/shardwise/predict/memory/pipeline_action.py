@@ -237,6 +237,21 @@ class RankStages:
         """Saved bytes that are there once, however many micro-batches are under way."""
         return 0
 
+    @property
+    def uneven(self) -> bool:
+        """Whether micro-batches save other bytes than those of `of`."""
+        return self.plan.routing.uneven
+
+    def beyond(self, stage: int, micro: int) -> tuple[int, int, int]:
+        """Bytes that a micro-batch saves on a stage, that are kept of it for the gradients of weights, and that it
+        saves in the host's memory, beyond those of `of`, which has the most rows of experts."""
+        s, plan, this, parts = self.s, self.plan, self.plan.as_micro_batch(micro), self.plan.stages[stage]
+        saved, kept = (
+            sum(sum(items(this, s, part).values()) - sum(items(plan, s, part).values()) for part in parts)
+            for items in (saved_items, kept_items)
+        )
+        return saved, kept, sum(stored_bytes(this, s, part) - stored_bytes(plan, s, part) for part in parts)
+
     def message(self, stage: int) -> int:
         """Bytes of what a stage hands on to the next one, and of its gradient."""
         return self.s.stream * self.s.hidden * self.s.element

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
+from shardwise.layout.traced_cut import traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.predict.memory.buffers import MemoryByClass, held_through_step
@@ -25,12 +26,28 @@ def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:
     trace, layout = plan.subject.trace, plan.layout
     if trace is None:
         raise UserError(f"{plan.subject.name} was not traced, so its activations are not known: see shardwise.trace")
-    return trace, trace.step(layout.tp, layout.precision, layout.recompute)
+    return trace, trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout))
 
 
 def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
-    """Bytes that a micro-batch saves for backward."""
-    return sum(trace.at(nbytes, plan.layout.micro) for _, nbytes in step.saved)
+    """Bytes that a micro-batch saves for backward; the most of any."""
+    return sum(trace.at(nbytes, plan.layout.micro) for _, nbytes in step.saved) + _received(plan, trace, step)
+
+
+def more_received(plan: UnitPlan, equal: int, part: str, micro: int) -> int:
+    """Bytes, or elements, beyond `equal`, those of the rows that a part's experts receive where all receive as many:
+    0 without a record of what they have received."""
+    if not equal or plan.routed is None or part not in plan.routed.by_part:
+        return 0
+    rows = plan.routed.by_part[part]
+    sent, come = rows[micro % len(rows)]  # one alone stands for all
+    return equal * come // sent - equal
+
+
+def _received(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
+    rows = [(part, trace.at(nbytes, plan.layout.micro)) for part, nbytes in step.received]
+    micros = range(plan.micro_batches if rows and plan.routed else 0)
+    return max((sum(more_received(plan, nbytes, part, micro) for part, nbytes in rows) for micro in micros), default=0)
 
 
 def traced_moments(
@@ -38,7 +55,7 @@ def traced_moments(
 ) -> Iterator[tuple[MemoryByClass, int]]:
     """As of `peak.moments`. optimizer: transient bytes of the update."""
     rows = plan.layout.micro
-    earlier = (plan.micro_batches - 1) * trace.at(step.inputs, rows)
+    earlier = (plan.micro_batches - 1) * trace.at(step.inputs, rows) + _received(plan, trace, step)
     first: dict[tuple[str, str], int] = {
         (moment.when, moment.part): trace.at(moment.first, rows) for moment in step.moments
     }

@@ -12,6 +12,7 @@ from shardwise.model.trace import Trace, TracedStep
 from shardwise.model.traced_stages import TracedStages, TracedTensors, When
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.pipeline_action import FollowedAction
+from shardwise.predict.memory.traced import more_received
 from shardwise.predict.traffic.ledger import stage_parts
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -130,6 +131,9 @@ class TracedRankStages:
     def __init__(self, plan: UnitPlan, trace: Trace, step: TracedStep) -> None:
         assert step.stages is not None
         self.plan, micro, stages = plan, plan.layout.micro, step.stages
+        self.received = {part: trace.at(nbytes, micro) for part, nbytes in step.received}
+        """Part -> bytes of rows that its experts receive, in equal parts."""
+        self.uneven = plan.routed is not None and bool(self.received)
         self.inputs = plan.micro_batches * trace.at(step.inputs, micro) + trace.at(stages.buffers, micro)
         """Bytes of the step's inputs, and of the module's buffers."""
         if micro not in stages.recorded:
@@ -141,6 +145,11 @@ class TracedRankStages:
     def lasting(self) -> int:
         """Bytes of the module's buffers that backward passes read."""
         return self.recorded.bytes(lambda t: t.kind == "lasting" and _any(t.savers, set(self.plan.parts)))
+
+    def beyond(self, stage: int, micro: int) -> tuple[int, int, int]:
+        """As of `RankStages`; gradients of experts' weights come with those of their inputs."""
+        held = [(part, self.received.get(part, 0)) for part in self.plan.stages[stage]]
+        return sum(more_received(self.plan, equal, part, micro) for part, equal in held), 0, 0
 
     def message(self, stage: int) -> int:
         """As of `RankStages`."""

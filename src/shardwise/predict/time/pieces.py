@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Num
+from shardwise.layout import Layout
 from shardwise.layout.tensor import EDGES, collectives
+from shardwise.layout.traced_cut import traced_cut
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, Part
 from shardwise.model.parameters import Model, blueprint
@@ -100,10 +102,14 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
     """Pieces of a traced module: its blocks, and what its root computes before and behind them. Of the products of a
     block's backward pass half are of weights."""
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
-    times = cache(TracedTimes(model, pricing, split.dtype, hidden).of)
-    arrays = np.broadcast_arrays(split.tp, split.micro, split.sp, _recomputed(split)[0])
+    beside = pricing.constants.value("tensor_hidden") if engine.ring_overlap else 0.0
+    times = cache(TracedTimes(model, pricing, split.dtype, hidden, beside).of)
+    cut = cache(lambda cp, ep: traced_cut(Layout(dp=ep, cp=cp, ep=ep, cpkind=split.cpkind)))
+    arrays = np.broadcast_arrays(split.tp, split.micro, split.sp, split.cp, split.ep, _recomputed(split)[0])
     rows = zip(*map(np.ravel, arrays), strict=True)
-    found = [(*times(int(tp), int(micro), bool(sp)), again) for tp, micro, sp, again in rows]
+    found = [
+        (*times(int(tp), int(micro), bool(sp), cut(int(cp), int(ep))), again) for tp, micro, sp, cp, ep, again in rows
+    ]
 
     def column(of: Callable[..., Num]) -> Num:
         return np.array([of(*parts, again=again) for *parts, again in found]).reshape(arrays[0].shape)

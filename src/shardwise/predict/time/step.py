@@ -283,7 +283,7 @@ def _added(model: Model, split: StepShape, engine: EngineProfile, pricing: Prici
     """Seconds of adding up gradients in a micro-batch, (of a block, of a vocabulary's table)."""
     blocks, routed = block_parameters(model, split)
     shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    of_shard = blocks / shards + routed / (split.expert_shard if model.experts else 1)
+    of_shard = blocks / shards + routed / split.expert_shard
     layers, table = model.layers, trained_table(model, split, engine)
     return (
         added_seconds((blocks + routed) / layers, of_shard / layers, split, engine, pricing),
@@ -314,7 +314,7 @@ def _updated(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Parameters of the busiest rank that its optimizer updates: of its shard."""
     dense, routed = held_parameters(model, split, engine)
     numel = dense / np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    return numel + routed / split.expert_shard if model.experts else numel
+    return numel + routed / split.expert_shard
 
 
 __all__ = [

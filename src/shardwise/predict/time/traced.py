@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from shardwise.arrays import Num
 from shardwise.layout import Layout
+from shardwise.layout.axes import CP, EP, TP, Axes, named
 from shardwise.layout.placement import place
+from shardwise.layout.traced_cut import cut_layout
 from shardwise.model.blueprint import Blueprint
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pricing import Pricing
@@ -21,7 +23,7 @@ from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from shardwise.model.trace import Trace, TracedOp, TracedStep
+    from shardwise.model.trace import Trace, TracedCollective, TracedOp, TracedStep
 
 PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -45,23 +47,25 @@ KINDS = ("matmul", "attention", "memory", "tensor", "experts", "host")
 
 @dataclass(frozen=True)
 class TracedTimes:
-    """Seconds of a module's parts on one cluster. hidden: share of collectives behind backward's products."""
+    """Seconds of a module's parts on one cluster. hidden: share of collectives behind backward's products; beside: of
+    messages that go around a ring behind its attention."""
 
     model: Blueprint
     pricing: Pricing
     dtype: str
     hidden: float
+    beside: float
 
     @cached_property
     def trace(self) -> Trace:
         """What was traced."""
         return traced(self.model)
 
-    def of(self, tp: int, micro: int, sp: bool) -> tuple[TracedSeconds, TracedSeconds, TracedSeconds]:
+    def of(self, tp: int, micro: int, sp: bool, cut: str) -> tuple[TracedSeconds, TracedSeconds, TracedSeconds]:
         """(a block, the mean of all; what the root computes before the blocks; and behind them) for a micro-batch of
-        `micro` rows."""
+        `micro` rows. cut: as of `traced_cut`."""
         trace = self.trace.on_shards if sp else self.trace
-        step = trace.step(tp, PRECISION.get(self.dtype, "bf16"), "none")
+        step = trace.step(tp, PRECISION.get(self.dtype, "bf16"), "none", cut)
         block, blocks = TracedSeconds(), {p.name for p in self.model.of_kind("block")}
         ends = {"entry": TracedSeconds(), "exit": TracedSeconds()}
         for equal in step.operations:
@@ -70,7 +74,7 @@ class TracedTimes:
                 block.add(self._computed(equal.operations, micro), len(inside) / self.model.layers)
             for end, seconds in ends.items() if len(inside) < len(equal.parts) else ():
                 seconds.add(self._computed([op for op in equal.operations if op.end == end], micro), 1)
-        self._communicated(step, tp, micro, block, ends, blocks)
+        self._communicated(step, micro, block, ends, blocks)
         return block, ends["entry"], ends["exit"]
 
     def _computed(self, operations: Iterable[TracedOp], micro: int) -> TracedSeconds:
@@ -97,36 +101,64 @@ class TracedTimes:
         return max(moved, self.trace.at(op.flops, micro) / self.pricing.constants.peak(self.dtype))
 
     def _communicated(
-        self, step: TracedStep, tp: int, micro: int, block: TracedSeconds, ends: dict[str, TracedSeconds],
-        blocks: set[str],
-    ) -> None:  # fmt: skip
-        """Add collectives over the tensor-parallel ranks, of which backward's run behind products in part."""
+        self, step: TracedStep, micro: int, block: TracedSeconds, ends: dict[str, TracedSeconds], blocks: set[str]
+    ) -> None:
+        """Add collectives over ranks that are not data-parallel ones. Backward's over tensor-parallel ranks run behind
+        products in part, and what goes around a ring behind attention to one of its cp pieces."""
+        layout = cut_layout(step.cut, tp=step.tp)
+        rings = {"forward": 0.0, "backward": 0.0}
         for each in step.collectives:
-            nbytes = self.trace.at(each.elements, micro) * DTYPE_BYTES[each.dtype]
-            seconds = each.count * float(self.pricing.collectives.seconds(each.op, nbytes, tp))
-            inside = each.unit in blocks
+            axes, inside = named(each.group), each.unit in blocks
+            seconds = each.count * self._exchange(each, axes, layout, micro) / (self.model.layers if inside else 1)
+            if each.op in ("send", "recv"):
+                rings[each.phase] += seconds
+                continue
             of = block if inside else ends[each.end or "exit"]
-            into, left = (of.forward, 1.0) if each.phase == "forward" else (of.backward, 1 - self.hidden)
-            into["tensor"] += seconds * left / (self.model.layers if inside else 1)
+            into, left = (of.forward, 1.0) if each.phase == "forward" else (of.backward, 1 - self.hidden * (axes == TP))
+            into["experts" if axes == EP else "tensor"] += seconds * left
+        for phase, into in (("forward", block.forward), ("backward", block.backward)):
+            covered = into["attention"] * (1 - 1 / layout.cp)
+            into["tensor"] += rings[phase] - self.beside * min(rings[phase], covered)
+
+    def _exchange(self, each: TracedCollective, axes: Axes, layout: Layout, micro: int) -> float:
+        """Seconds of one of them. A message comes while the rank's own one goes."""
+        nbytes = self.trace.at(each.elements, micro) * DTYPE_BYTES[each.dtype]
+        sizes: dict[Axes, tuple[int, int]] = {TP: (layout.tp, 1), EP: (layout.ep, 1), CP: (layout.cp, layout.tp)}
+        ranks, apart = sizes.get(axes, (layout.cp * layout.tp, 1))
+        if each.op == "recv":
+            return 0.0
+        if each.op == "send":
+            return float(self.pricing.collectives.hop(nbytes, apart, ranks))
+        return float(self.pricing.collectives.seconds(each.op, nbytes, ranks, apart))
 
 
-def held_elements(model: Blueprint, tp: Num) -> tuple[Num, Num, Num, Num]:
-    """Parameters on each of `tp` ranks: (of all blocks; of the root; under a pipeline, of the larger one of entry and
-    exit; of a table that both of these have)."""
-    degrees = np.unique(np.asarray(tp))
-    counts = {int(degree): _held(model, int(degree)) for degree in degrees}
-    blocks, root, end, shared = (np.vectorize(lambda degree, i=i: float(counts[int(degree)][i]))(tp) for i in range(4))
-    return blocks, root, end, shared
+class HeldElements(NamedTuple):
+    """Parameters on each of some tensor-parallel ranks, all of which have all of them."""
+
+    dense: Num
+    """Of all blocks, but for experts."""
+    experts: Num
+    root: Num
+    end: Num
+    """Under a pipeline, of the larger one of entry and exit."""
+    shared: Num
+    """Of a table that both of these have."""
 
 
-def _held(model: Blueprint, tp: int) -> tuple[int, int, int, int]:
-    layout, held, shared = Layout(tp=tp), {"block": 0, "root": 0, "entry": 0, "exit": 0}, 0
+def held_elements(model: Blueprint, tp: Num) -> HeldElements:
+    """Parameters on each of `tp` ranks."""
+    counts = {int(degree): _held(model, int(degree)) for degree in np.unique(np.asarray(tp))}
+    return HeldElements(*(np.vectorize(lambda degree, i=i: float(counts[int(degree)][i]))(tp) for i in range(5)))
+
+
+def _held(model: Blueprint, tp: int) -> tuple[int, ...]:
+    layout, held, shared = Layout(tp=tp), Counter[str](), 0
     for parameter in model.piped.parameters():
         numel = place(parameter, layout, 0).numel
-        held[model.piped.kind(parameter.part)] += numel
+        held["experts" if parameter.cut == "expert" else model.piped.kind(parameter.part)] += numel
         shared += numel * (parameter.name in model.piped.shared)
     root = held["root"] + held["entry"] + held["exit"]
-    return held["block"], root, max(held["entry"], held["exit"] + shared), shared
+    return held["block"], held["experts"], root, max(held["entry"], held["exit"] + shared), shared
 
 
 def handed_elements(model: Blueprint, micro: Num) -> Num:

@@ -71,19 +71,18 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     shards = dense * summed / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
     split_up = np.where(zero == 3, split.shard, 1)
-    trained = _held_by_blocks(model, split.tp) / model.layers
+    trained = _held_by_blocks(model, split) / model.layers
     unit = trained if isinstance(model, Blueprint) else _block_parameters(model) / model.layers / split.tp
     unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
     unit_reduce = _reduced(trained, grad_bytes, split_up, split, pricing)
-    unit_routed = _parameters(model)[1] / model.layers / split.expert_apart
+    unit_routed = block_parameters(model, split)[1] / model.layers
 
     def again(elements: Num, first: Num) -> Num:
         near = price("all_gather_into", elements * split.width, split.near, split.tp)
         return np.where(split.copied, near, first)
 
     unit_again = again(unit, unit_gather)
-    if model.experts:
-        assert isinstance(model, ModelConfig)
+    if np.any(np.asarray(unit_routed)):
         of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes, summed)
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
@@ -117,7 +116,7 @@ def _copies(
 
 
 def _expert_traffic(
-    model: ModelConfig, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: Num, summed: Num
+    model: Model, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: Num, summed: Num
 ) -> tuple[Num, Num, Num, Num, Num]:
     """Collectives of the experts alone, over the ranks that hold the same of them: reduce, gather, replicas,
     unit_gather, unit_reduce."""
@@ -129,7 +128,7 @@ def _expert_traffic(
     gather = price("all_gather_into", routed * split.width, partly, apart)
     groups = np.where(zero == 0, 1, np.maximum(spread // owners, 1))
     replicas = price("all_reduce", routed * summed / owners, groups, apart * owners)
-    unit, split_up = _parameters(model)[1] / model.layers / apart, np.where(zero == 3, owners, 1)
+    unit, split_up = block_parameters(model, split)[1] / model.layers, np.where(zero == 3, owners, 1)
     return (
         reduce,
         gather,
@@ -185,7 +184,7 @@ def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
 def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     if not model.tied or not trains_tables(model):
         return 0.0
-    table = held_elements(model, split.tp)[3] if isinstance(model, Blueprint) else _table(model, split, engine)
+    table = held_elements(model, split.tp).shared if isinstance(model, Blueprint) else _table(model, split, engine)
     ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
     apart = split.tp * data * np.maximum(split.pp - 1, 1)
     return pricing.collectives.seconds("all_reduce", table * accumulator_width(split, engine), ends, apart)
@@ -216,19 +215,26 @@ def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tu
 
 def block_parameters(model: Model, split: StepShape) -> tuple[Num, Num]:
     """Trained parameters of all blocks on one of the ranks that cut them: (all but the experts', the experts')."""
-    return _held_by_blocks(model, split.tp), _parameters(model)[1] / split.expert_apart
+    if isinstance(model, Blueprint):  # whose experts stay with their block unless ep spreads them
+        spread: Num = np.where(np.asarray(split.ep) > 1, held_elements(model, 1).experts, 0.0)
+    else:
+        spread = _parameters(model)[1]
+    return _held_by_blocks(model, split), spread / split.expert_apart
 
 
-def _held_by_blocks(model: Model, tp: Num) -> Num:
-    """Parameters of all blocks on each of `tp` ranks, without routed experts'."""
-    return held_elements(model, tp)[0] if isinstance(model, Blueprint) else _parameters(model)[0] / tp
+def _held_by_blocks(model: Model, split: StepShape) -> Num:
+    """Parameters of all blocks on each of `tp` ranks, without experts that are spread apart."""
+    if not isinstance(model, Blueprint):
+        return _parameters(model)[0] / split.tp
+    held = held_elements(model, split.tp)
+    return held.dense + np.where(np.asarray(split.ep) > 1, 0.0, held.experts)
 
 
 def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Parameters of one of the vocabulary's tables on a rank; of a traced module, of its root, or of an end of it."""
     if isinstance(model, Blueprint):
-        _, root, end, _ = held_elements(model, split.tp)
-        return np.where(np.asarray(split.pp) == 1, root, end)
+        held = held_elements(model, split.tp)
+        return np.where(np.asarray(split.pp) == 1, held.root, held.end)
     return padded_vocab(model, engine, split.tp) * model.hidden / split.tp
 
 

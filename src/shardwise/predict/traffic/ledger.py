@@ -11,30 +11,26 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import pipeline
-from shardwise.layout.axes import CP, DATA, PP, REPLICA, SERVER, TP, Axes
+from shardwise.layout.axes import CP, DATA, PP, REPLICA, SERVER, TP, Axes, named
 from shardwise.layout.experts import gathers_sequences
-from shardwise.layout.gathers import gather_counts, gathered_elements
-from shardwise.layout.gradients import gradients_over, norm_over, packed_gradients
+from shardwise.layout.gradients import gradients_over, norm_over
 from shardwise.layout.key_ranges import elements, key_ranges
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.outer import outer_exchanges
 from shardwise.layout.pipeline import phases
 from shardwise.layout.placement import kv_heads_held
+from shardwise.layout.state_rows import Rows, state_rows
 from shardwise.layout.step import count_step
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
 from shardwise.model.operations import AttentionCore
-from shardwise.predict.memory.traced import trace_of
+from shardwise.predict.memory.traced import more_received, trace_of
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
 from shardwise.report.step_report import LedgerRow
 
 if TYPE_CHECKING:
     from shardwise.model.trace import Trace, TracedStep
-
-
-Rows = Counter[tuple[str, str, Axes, str, str, int]]
-"""Collectives before their axes have names: phase, operation, axes, unit, dtype, elements -> count."""
 
 
 def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
@@ -53,7 +49,7 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     for part in plan.parts if plan.blueprint.routes else ():
         for row, times in expert_rows(plan, part, *forward_runs(plan, part)):
             rows[row] += times
-    _state(rows, plan, mesh)
+    rows.update(state_rows(plan))
     if plan.layout.pp > 1:
         rows.update(count_step(plan, _pipeline))
     if traced:
@@ -72,7 +68,7 @@ def weight_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     """Rows of parameters and gradients and, of maps that tensor parallelism cuts, of activations: what parameters alone
     determine."""
     rows: Rows = Counter()
-    _state(rows, plan, plan.mesh)
+    rows.update(state_rows(plan))
     if plan.layout.tp > 1:
         _tensor_parallel(rows, plan)
     return ledger_of(rows, plan.mesh)
@@ -117,21 +113,6 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
     if plan.of_kind("head"):
         rows[("loss", "all_reduce", TP, "cross-entropy", wide, plan.tokens)] += k
         rows[("loss", "all_reduce", TP, "cross-entropy", wide, 2 * plan.tokens)] += k
-
-
-def _state(rows: Rows, plan: UnitPlan, mesh: Mesh) -> None:
-    """Gathers of parameters, and sums of gradients: parts over the tensor-parallel ranks, then hop by hop."""
-    for (phase, gather), times in gather_counts(plan).items():
-        rows[phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, gathered_elements(plan, gather)] += times
-    for unit in plan.units:
-        for start, stop, axes in unit.partial_sums:
-            rows["backward", "all_reduce", axes, unit.name, plan.dtypes.wire, stop - start] += plan.reductions
-        pieces = unit.shard_ranks
-        for hop in unit.reduce:
-            piece = packed_gradients(plan, unit) if hop.op == "all_to_all" else unit.shard_numel
-            rows["backward", hop.op, hop.axes, unit.name, hop.dtype, pieces * piece] += hop.times
-            if hop.op != "all_reduce":
-                pieces //= mesh.size(hop.axes)
 
 
 def _pipeline(plan: UnitPlan) -> Rows:
@@ -192,9 +173,12 @@ def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple
     rows: Counter[tuple[Any, ...]] = Counter()
     for each in step.collectives:
         unit = each.unit if plan.layout.pp == 1 else each.end or each.unit
-        if unit in plan.parts:
-            elements = trace.at(each.elements, plan.layout.micro)
-            rows[each.phase, each.op, TP, unit, each.dtype, elements] += each.count * plan.micro_batches
+        if unit not in plan.parts:
+            continue
+        axes, elements = named(each.group), trace.at(each.elements, plan.layout.micro)
+        for micro in range(plan.micro_batches):
+            come = more_received(plan, trace.at(each.received, plan.layout.micro), unit, micro)
+            rows[each.phase, each.op, axes, unit, each.dtype, elements + come] += each.count
     return rows
 
 

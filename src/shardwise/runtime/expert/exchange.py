@@ -53,6 +53,8 @@ class RankExchange(TokenExchange):
         self._sequence = sequence_axes(plan.layout)
         self._slices, self._whole = slices_tokens(plan.layout), gathers_sequences(plan.layout)
         self._places: dict[int, list[Tensor]] = {}
+        self.crowd = 1
+        """In a step without values: rows that come for each one that goes, where no layout tells them."""
 
     # -- the residual stream and the rows of this rank
 
@@ -146,12 +148,13 @@ class RankExchange(TokenExchange):
 
     # -- between ranks
 
-    def counts(self, sent: Tensor) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+    def counts(self, sent: Tensor, pairs: int | None = None) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         ranks = self.comms.size(self.axes)
         theirs = torch.empty_like(sent)
         self.comms.all_to_all(theirs, sent, self.axes, self.part)
         if not self.comms.moves_data:
-            mine, (pairs, come) = self.comms.index(self.axes), self.plan.routing.rows(self.part)
+            mine = self.comms.index(self.axes)
+            pairs, come = self.plan.routing.rows(self.part) if pairs is None else (pairs, self.crowd * pairs)
             expected = even(pairs, ranks)
             received = even(come - expected[mine], ranks - 1) if ranks > 1 else []
             received.insert(mine, expected[mine])

@@ -241,7 +241,7 @@ class StepMeasurement:
         most = self.program.engine.tally.most
         bytes_ = Bytes.of(peak, **lasting, gradients=most["gradients"], comm=most["comm"], saved=self.saved)
         comms = self.program.comms
-        routed = self.program.expert_loads.routed
+        routed = self.program.routed
         record = routed.to_json() if routed else None
         host, disk = Bytes(**self.program.engine.host.most), self.program.bytes_on_disk
         return Role(

@@ -21,6 +21,7 @@ from shardwise.decoder import Batch
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.axes import DATA, DP, PP, REPLICA
 from shardwise.layout.modules import check_described
+from shardwise.layout.traced_cut import traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
@@ -255,5 +256,5 @@ def traced(config: TrainConfig) -> Blueprint:
     rows = LossRows(ids, ids, ids if packed else None, reference if dpo else None)
     return trace(
         split.module, rows, split.plan, loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp],
-        precisions=[layout.precision],
+        precisions=[layout.precision], cuts=[traced_cut(layout)],
     )  # fmt: skip

@@ -18,13 +18,14 @@ from shardwise.layout.units import UnitPlan
 from shardwise.runtime.expert.exchange import RankExchange
 
 
-def lower_experts(module: nn.Module, plan: UnitPlan, exchange: RankExchange) -> None:
+def lower_experts(module: nn.Module, plan: UnitPlan, exchange: RankExchange) -> RankExperts:
     """Give a module of experts its form. Its attribute `num_experts`, if it has one, becomes the number here."""
     own = next(module.parameters(recurse=False))
     here = len(own) // plan.layout.ep
     if hasattr(module, "num_experts"):
         module.num_experts = here  # type: ignore[assignment]
-    module.forward = RankExperts(module, plan, exchange, here)  # type: ignore[assignment]
+    module.forward = form = RankExperts(module, plan, exchange, here)  # type: ignore[assignment]
+    return form
 
 
 def use_exact_products(module: nn.Module) -> None:
@@ -49,6 +50,8 @@ class RankExperts:
         self.forward, self.exchange, self.here, self.ep = module.forward, exchange, here, plan.layout.ep
         self.sums = gathers_sequences(plan.layout)
         """Whether every rank of a tensor-parallel group has a part of each expert's width."""
+        self.exchanged: list[tuple[int, int]] = []
+        """(rows sent, rows received) of each micro-batch of a step, in the order of backward passes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = (*args, *kwargs.values())
@@ -72,16 +75,16 @@ class RankExperts:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         per_expert = flat.new_zeros(self.here * self.ep).scatter_add_(0, flat, torch.ones_like(flat))
-        sent, received = self.exchange.counts(per_expert)
+        sent, received = self.exchange.counts(per_expert, len(flat))
         route = Route(sent, [sum(of_rank) for of_rank in received])
-        there = _Travel.apply(self.exchange, route, rows[order // chosen.shape[1]], None)  # type: ignore[no-untyped-call]
+        there = _Travel.apply(self.exchange, route, rows[order // chosen.shape[1]], self.exchanged)  # type: ignore[no-untyped-call]
         counts = torch.tensor(received, device=flat.device)
         local = torch.arange(self.here, device=flat.device).repeat(len(received))
         local = local.repeat_interleave(counts.flatten(), output_size=len(there)).unsqueeze(1)
         out = self._local(there, local, torch.ones_like(local, dtype=there.dtype))
         back = Route(route.received, route.sent)
         # `there` ties the way back to the way there: both have a backward pass on ranks without rows, too.
-        returned = _Travel.apply(self.exchange, back, out, there)  # type: ignore[no-untyped-call]
+        returned = _Travel.apply(self.exchange, back, out, None, there)  # type: ignore[no-untyped-call]
         pairs = torch.zeros_like(returned).index_copy(0, order, returned).unflatten(0, chosen.shape)
         return (pairs * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
@@ -119,13 +122,19 @@ class _Leave(torch.autograd.Function):
 
 
 class _Travel(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back. tie: a tensor whose backward pass must follow, or None."""
+    """Rows to other ranks; their gradients come back. record: takes how many, or None. tie: a tensor whose
+    backward pass must follow, or None."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: RankExchange, route: Route, rows: Tensor, tie: Tensor | None) -> Tensor:
-        ctx.exchange, ctx.route = exchange, route
+    def forward(
+        ctx: Any, exchange: RankExchange, route: Route, rows: Tensor, record: list[tuple[int, int]] | None,
+        tie: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        ctx.exchange, ctx.route, ctx.record = exchange, route, record
         return exchange.to_experts(rows, route.sent, route.received)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None]:
-        return None, None, ctx.exchange.to_tokens(grads[0], ctx.route.sent, ctx.route.received), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None]:
+        if ctx.record is not None:
+            ctx.record.append((sum(ctx.route.sent), sum(ctx.route.received)))
+        return None, None, ctx.exchange.to_tokens(grads[0], ctx.route.sent, ctx.route.received), None, None

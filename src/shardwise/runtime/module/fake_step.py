@@ -42,11 +42,16 @@ def _blank(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def fake_step(
-    module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
-) -> tuple[UnitPlan, RawStep]:
+    module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction,
+    crowd: int = 1,
+) -> tuple[UnitPlan, RawStep]:  # fmt: skip
     """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
-    called on fake tensors, inside `fake_ranks`. Raises `UserError` for a loss with more than one pass."""
+    called on fake tensors, inside `fake_ranks`. crowd: rows that experts here receive for each one that is sent. Raises
+    `UserError` for a loss with more than one pass."""
     program = _program(module, described, layout, len(batches))
+    for form in (form for forms in program.experts.values() for form in forms):
+        form.exchange.crowd = crowd
+    batches = [program.of_rows(batch) for batch in batches]
     with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)
     if program.engine.passes > 1:
@@ -60,13 +65,14 @@ def fake_stages(
     module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
 ) -> RawStages:
     """Record the passes of a module that is described as a chain, as one stage; else as of `fake_step`."""
-    with StageRecorder(_program(module, described, layout, len(batches))) as recorder:
-        recorder.record(loss, batches)
+    program = _program(module, described, layout, len(batches))
+    with StageRecorder(program) as recorder:
+        recorder.record(loss, [program.of_rows(batch) for batch in batches])
     return recorder.raw
 
 
 def _program(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
-    units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=micro_batches))
+    units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=micro_batches * layout.dp))
     return ModuleProgram(
         module, described, units, fake_comms(units), OptimizerConfig(), lambda parameter, index: index.double(),
         torch.device("cpu"),

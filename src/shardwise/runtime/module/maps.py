@@ -20,7 +20,7 @@ from shardwise.ops.linear import linear
 from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.describe import DescribedModule, is_conv1d, is_plain_map
-from shardwise.runtime.module.experts import lower_experts
+from shardwise.runtime.module.experts import RankExperts, lower_experts
 from shardwise.runtime.module.sequence import Exchange
 from shardwise.runtime.tensor.redistribute import around_map
 from shardwise.runtime.transport.comms import Comms
@@ -28,19 +28,20 @@ from shardwise.runtime.transport.comms import Comms
 
 def lower_maps(
     module: nn.Module, plan: UnitPlan, comms: Comms, described: DescribedModule, weights: WeightGradients
-) -> set[nn.Module]:
+) -> tuple[set[nn.Module], dict[str, list[RankExperts]]]:
     """Give every linear map, and every table or experts that are cut, its form; in compiled blocks what is cut alone.
-    Weights are cut elsewhere (`engine.py`). weights: when their gradients are computed. Returns the maps whose
-    gradients do not pass through autograd's accumulation."""
+    Weights are cut elsewhere (`engine.py`). weights: when their gradients are computed. Returns (the maps whose
+    gradients do not pass through autograd's accumulation, part -> forms of its experts)."""
     styles = described.styles
     parameters = {id(module.get_parameter(p.name)): p for p in plan.blueprint.parameters()}
     writing: set[nn.Module] = set()
+    experts: dict[str, list[RankExperts]] = {}
     compiled = plan.of_kind("block") if plan.layout.compile == "block" else []
     for name, child in module.named_modules():
         style = styles.get(name, MapStyle())
         if name in described.experts.modules:
             part = parameters[id(next(child.parameters(recurse=False)))].part
-            lower_experts(child, plan, RankExchange(plan, comms, part))
+            experts.setdefault(part, []).append(lower_experts(child, plan, RankExchange(plan, comms, part)))
             child.forward = outside(child.forward, part in compiled)  # type: ignore[method-assign]
             continue
         if not is_plain_map(child) and style.cut == "replicated":
@@ -59,7 +60,7 @@ def lower_maps(
             form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
             writing.add(child)
         child.forward = outside(form, part in compiled)  # type: ignore[assignment]
-    return writing
+    return writing, experts
 
 
 def outside(form: Callable[..., Any], compiled: bool) -> Callable[..., Any]:

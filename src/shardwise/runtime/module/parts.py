@@ -110,7 +110,7 @@ class PartRunner(Runner):
     ) -> None:
         """file: of what is offloaded to disk."""
         weights = WeightGradients(at_once=plan.of_kind("exit"))
-        writing = lower_maps(module, plan, comms, described, weights)
+        writing, self.experts = lower_maps(module, plan, comms, described, weights)
         gather_inputs(module, described.sequence, comms, partial(outside, compiled=plan.layout.compile == "block"))
         super().__init__(module, plan, comms, device, weights, writing, file)
         self._saved: dict[tuple[str, int], SavedTensors] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.layout.experts import RoutedRows
 from shardwise.layout.gradients import gradients_over
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.checkpointing import Position
@@ -64,6 +65,15 @@ class ModuleProgram(StepProgram, PartRunner):
             for placed, slot in zip(flat.unit.placed, flat.grad_slots, strict=True)
         }
         self.bind_optimizer(optimizer, values, {}, kept)
+
+    @property
+    def routed(self) -> RoutedRows | None:
+        """As of `StepProgram`; of a part with several modules of experts their sum."""
+        rows = {}
+        for part, forms in self.experts.items():
+            of_micros = zip(*(form.exchanged for form in forms), strict=True)
+            rows[part] = [[sum(counts) for counts in zip(*each, strict=True)] for each in of_micros]
+        return RoutedRows.of(rows) if any(rows.values()) else None
 
     def close(self, remove: bool = True) -> None:
         """As of `StepProgram`; else the file goes with the module."""
@@ -139,6 +149,8 @@ class ModuleProgram(StepProgram, PartRunner):
             flat.grads.free()
         for slot in self._slots.values():
             slot.arrived = False
+        for form in (form for forms in self.experts.values() for form in forms):
+            form.exchanged.clear()
         if late := next((name for name in self._frozen if self.module.get_parameter(name).requires_grad), None):
             raise UserError(
                 f"{late} was frozen when the module was split, so it has no gradient and no moments: set "

@@ -200,12 +200,16 @@ class Whole:
         """The whole module's. Raises `UnlikeRepeats`."""
         return replace(
             step,
-            saved=tuple((name, pair) for (_, pair), name, _ in self._copies(step.saved, lambda row: row[0])),
+            saved=self._bytes(step.saved),
+            received=self._bytes(step.received),
             moments=tuple(self._moments(step.moments)),
             collectives=tuple(replace(c, unit=name) for c, name, _ in self._copies(step.collectives, lambda c: c.unit)),
             operations=tuple(replace(part, parts=self._with_copies(part.parts)) for part in step.operations),
             stages=step.stages and self._stages(step.stages),
         )
+
+    def _bytes(self, rows: Sequence[tuple[str, Pair]]) -> tuple[tuple[str, Pair], ...]:
+        return tuple((name, pair) for (_, pair), name, _ in self._copies(rows, lambda row: row[0]))
 
     def _name(self, part: str, groups: int = 0) -> str:
         """The name in the whole module of the part that is so many groups behind one of the short module."""

@@ -224,7 +224,7 @@ class SplitModule(nn.Module):
         self, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any], lr: float | None, measure: bool
     ) -> StepOutcome:
         lr = self.program.optimizer.config.lr if lr is None else lr
-        micro_batches = [self.program.of_rows(batch) for batch in micro_batches]
+        seq, micro_batches = row_length(micro_batches[0]), [self.program.of_rows(batch) for batch in micro_batches]
         step = partial(self.program.step, lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         self._trains = True
         try:
@@ -235,7 +235,7 @@ class SplitModule(nn.Module):
                 outcome = step()
         finally:
             self._trains = False
-        self._report = self._gathered(measurement, row_length(micro_batches[0]))
+        self._report = self._gathered(measurement, seq)
         return outcome
 
     def _gathered(self, measurement: StepMeasurement, seq: int) -> StepReport:

@@ -20,10 +20,12 @@ from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.state_rows import state_rows
+from shardwise.layout.traced_cut import cut_layout, traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
-from shardwise.model.traced_stages import TracedEnds
+from shardwise.model.traced_stages import Pair, TracedEnds
 from shardwise.runtime.dryrun import fake_ranks
 from shardwise.runtime.module.chain import Chain
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
@@ -59,6 +61,7 @@ def trace(
     parts: Sequence[str | nn.Module] | None = None,
     tp: Sequence[int] | None = None,
     precisions: Sequence[str] = PRECISIONS,
+    cuts: Sequence[str] = ("",),
 ) -> Blueprint:
     """Describe a module by its parts, parameters and traced steps, for `estimate` and `plan`. No weight is read.
 
@@ -67,7 +70,8 @@ def trace(
     plan, blocks, parts: as for `split`; without an order of parts pipelines have no predictions. loss: as for
     `train_step`; None is the sum of the outputs, or their `loss`.
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
-    default, alone.
+    default, alone. cuts: other keys of a layout under which it is traced, such as "ep=2" or "cp=2,cpkind=ulysses", each
+    at all of these degrees; "" for none.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
     module = model if isinstance(model, nn.Module) else model()
@@ -77,10 +81,10 @@ def trace(
     tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss)
     try:
         if short := tracer.shortened():
-            return short.blueprint(tp, precisions)
+            return short.blueprint(tp, precisions, cuts)
     except (UserError, UnlikeRepeats):
         pass  # the whole module says what is wrong, or works all the same
-    return tracer.blueprint(tp, precisions)
+    return tracer.blueprint(tp, precisions, cuts)
 
 
 class _Tracer:
@@ -130,14 +134,18 @@ class _Tracer:
         short.described, short.whole = self.described, Whole(repeats, short.blocks)
         return short
 
-    def blueprint(self, degrees: Sequence[int] | None, precisions: Sequence[str]) -> Blueprint:
+    def blueprint(
+        self, degrees: Sequence[int] | None, precisions: Sequence[str], cuts: Sequence[str] = ("",)
+    ) -> Blueprint:
         """The description with all traced steps."""
         described = self._described(degrees)
-        largest = describe(self.described[0], Layout(tp=max(described)), self.plan, self.described[1]).blueprint
+        layout = max((cut_layout(cut, tp=max(described)) for cut in cuts), key=lambda layout: layout.ep)
+        largest = describe(self.described[0], layout, self.plan, self.described[1]).blueprint
         steps = []
-        for (tp, parts), precision, recompute in product(described.items(), precisions, RECOMPUTE):
-            layout = Layout(tp=tp, precision=precision, recompute=recompute)  # type: ignore[arg-type]
-            steps.append(self._step(parts, layout))
+        for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, RECOMPUTE):
+            layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
+            split = describe(self.module, layout, self.plan, self.blocks) if layout.ep > 1 else parts
+            steps.append(self._step(split, layout))
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
@@ -177,15 +185,18 @@ class _Tracer:
         return described
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
-        raws = []
+        def recorded(rows: int, crowd: int = 1) -> tuple[UnitPlan, RawStep]:
+            blank = fake_copy(self.module, self.fake)
+            with self.fake:
+                batches = [with_rows(self.example, rows) for _ in range(MICRO_BATCHES)]
+                return fake_step(blank, described, layout, batches, self.loss, crowd)
+
         with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
-            for rows in self.rows:
-                blank = fake_copy(self.module, self.fake)
-                with self.fake:
-                    batches = [with_rows(self.example, rows) for _ in range(MICRO_BATCHES)]
-                    units, raw = fake_step(blank, described, layout, batches, self.loss)
-                raws.append(raw)
-        step = _joined(layout, units, *raws)
+            (units, one), (_, other) = (recorded(rows) for rows in self.rows)
+            step = _joined(layout, units, one, other)
+            if layout.ep > 1:
+                crowded = [[recorded(rows, crowd)[1] for crowd in (2, 3)] for rows in self.rows]
+                step = _with_received(step, units, crowded)
         if self.chain is not None and not layout.sp:
             step = self._with_stages(step, self.chain, layout)
         return step if self.whole is None else self.whole.step(step)
@@ -245,6 +256,7 @@ def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> Tra
         tuple(_collectives(plan, one, other)),
         _operations(one, other) if layout.recompute == "none" else (),
         sp=layout.sp,
+        cut=traced_cut(layout),
     )
 
 
@@ -258,24 +270,42 @@ def _moments(one: RawStep, other: RawStep) -> Iterator[TracedMoment]:
 
 
 def _collectives(plan: UnitPlan, one: RawStep, other: RawStep) -> Iterator[TracedCollective]:
-    """Collectives of the maps: what remains of the ledger without sums of partial gradients."""
-    rows = [_map_rows(plan, raw) for raw in (one, other)]
-    for (small, count), (large, _) in zip(*rows, strict=True):
-        *_, elements = small
-        phase, op, unit, dtype, _ = small
-        yield TracedCollective(phase, op, unit, dtype, (elements, large[-1]), count // MICRO_BATCHES)
+    """What remains of the ledger without the rows that parameters alone determine."""
+    rows = [_other_rows(plan, raw) for raw in (one, other)]
+    for ((phase, op, group, unit, dtype, elements), count), (large, _) in zip(*rows, strict=True):
+        yield TracedCollective(
+            phase, op, unit, dtype, (elements, large[-1]), count // MICRO_BATCHES, group=group
+        )  # fmt: skip
 
 
-def _map_rows(plan: UnitPlan, raw: RawStep) -> list[tuple[tuple[Any, ...], int]]:
-    """(phase, operation, unit, dtype, elements) of the maps' collectives, and how often."""
+def _other_rows(plan: UnitPlan, raw: RawStep) -> list[tuple[tuple[Any, ...], int]]:
+    """(phase, operation, group, unit, dtype, elements) of these, and how often."""
     counts: Counter[tuple[Any, ...]] = Counter()
     for row in raw.ledger:
-        if row.phase in ("forward", "backward"):
-            counts[row.phase, row.op, row.unit, row.dtype, row.elements] += row.count
-    for unit in plan.units:
-        for start, stop, _ in unit.partial_sums:
-            counts["backward", "all_reduce", unit.name, plan.dtypes.wire, stop - start] -= plan.reductions
-    return sorted((key, count) for key, count in counts.items() if count)
+        counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
+    for (phase, op, axes, *rest), count in state_rows(plan).items():
+        counts[(phase, op, plan.mesh.name(axes), *rest)] -= count
+    return sorted((key, count) for key, count in counts.items() if count > 0 and key[0] in ("forward", "backward"))
+
+
+def _with_received(step: TracedStep, plan: UnitPlan, crowded: Sequence[Sequence[RawStep]]) -> TracedStep:
+    """The step with what depends on how many rows come to its experts. crowded: for each size, steps in which twice and
+    three times as many come as go."""
+    twice, thrice = (tuple(_collectives(plan, *raws)) for raws in zip(*crowded, strict=True))
+    collectives = []
+    for two, three in zip(twice, thrice, strict=True):
+        more = _less(three.elements, two.elements)
+        collectives.append(replace(two, elements=_less(two.elements, more), received=more))
+    saved = dict(step.saved)
+    more_saved = [
+        (part, _less((nbytes, crowded[1][0].saved[part]), saved[part])) for part, nbytes in crowded[0][0].saved.items()
+    ]
+    received = tuple((part, more) for part, more in more_saved if any(more))
+    return replace(step, collectives=tuple(collectives), received=received)
+
+
+def _less(one: Pair, other: Pair) -> Pair:
+    return one[0] - other[0], one[1] - other[1]
 
 
 def _key(op: RawOp) -> tuple[Any, ...]:

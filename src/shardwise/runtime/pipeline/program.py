@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.layout import pipeline
 from shardwise.layout.axes import DATA, PP
+from shardwise.layout.experts import RoutedRows
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import WeightGradient, WeightGradients
 from shardwise.report.step_report import Bytes
@@ -237,6 +238,11 @@ class StepProgram(Runner):
         self.computed = no_callback
         with self.comms.in_phase("optimizer"):
             self.engine.all_gather_params()
+
+    @property
+    def routed(self) -> RoutedRows | None:
+        """Rows that mixtures of experts have exchanged in the last step; None without any."""
+        return self.expert_loads.routed
 
     def train(self, worker: StepWorker, lr: float, agrees: bool = True) -> StepOutcome:
         """Train on one global batch, that of `worker`. agrees: whether an outer step ends it, where replicas train
