@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.cases import from_table
-from harness.own_modules import llama
+from harness.own_modules import llama, mixtral
 from shardwise import Blueprint, Layout, ModelConfig, UserError, Workload, estimate, plan, trace
 from shardwise.errors import LayoutError
 from shardwise.layout.modules import check_module_layout
@@ -87,6 +88,33 @@ def test_pipelines_are_near_those_of_the_configuration(traced, layout):
     assert one.timing["parts"]["bubble"] > 0
 
 
+@pytest.fixture(scope="module")
+def mixture() -> Blueprint:
+    with torch.device("meta"):
+        module = mixtral(**SIZES | {"num_local_experts": 8, "num_hidden_layers": 2})
+    example = {"input_ids": torch.zeros(2, SEQ, dtype=torch.int64), "use_cache": False}
+    return trace(module, example, loss=loss, tp=[1], cuts=["", "ep=8", "cp=2,ep=8"])
+
+
+def test_flops_of_experts_are_those_of_their_rows(mixture):
+    (blocks,) = (part for part in mixture.trace.step(1, "bf16", "none", "ep=8").operations if len(part.parts) == 2)
+    products = [op for op in blocks.operations if op.name == "_grouped_mm"]
+    assert sum(op.count * op.flops[0] for op in products) == 3 * 2 * (2 * SEQ * 2) * 3 * 2048 * 5632
+    for op in products:
+        assert math.prod(pair[1] for pair in op.sizes) * 2 == op.flops[1]
+
+
+@pytest.mark.parametrize("fixed", [{"cp": 1, "ep": 8}, {"cp": 2, "ep": 8}])
+def test_experts_and_sequences_that_are_spread_are_searched(mixture, fixed):
+    workload = Workload(seq=SEQ, batch=64)
+    best = plan(mixture, CLUSTER, workload, fix=fixed, top=3)
+    for one in best.ranked:
+        report = estimate(mixture, one.layout, workload, CLUSTER)
+        assert {key: getattr(one.layout, key) for key in fixed} == fixed and report.time == pytest.approx(one.seconds)
+        assert one.held == report.roles[0].bytes and best.not_runnable(one) is None
+    assert report.timing["parts"]["experts"] > 0 and (report.timing["parts"]["tensor"] > 0) == (fixed["cp"] > 1)
+
+
 def test_pipelines_are_searched(traced):
     workload = Workload(seq=SEQ, batch=64)
     best = plan(traced, CLUSTER, workload, fix={"pp": 2}, top=5)
@@ -146,7 +174,7 @@ def test_a_model_that_does_not_fit_says_by_how_much(traced):
 def test_files_stand_for_models(traced, file):
     workload = Workload(seq=SEQ, batch=64)
     assert estimate(str(file), "dp=8,zero=3", workload, CLUSTER) == estimate(traced, "dp=8,zero=3", workload, CLUSTER)
-    with pytest.raises(LayoutError, match="ep=2: a traced module has predictions for dp, tp, pp, zero, "):
+    with pytest.raises(LayoutError, match="ep=2 was not traced, of cp and ep the trace has none: "):
         estimate(str(file), "dp=8,ep=2", workload, CLUSTER)
 
 

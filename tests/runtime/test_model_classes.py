@@ -27,11 +27,11 @@ at the published width."""
 
 @pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
 def test_a_class_trains_as_it_does_on_one_device(family: str) -> None:
-    """Outputs, gradients, two steps' losses and gradient norms, in float64; and the ledger that was predicted."""
+    """Outputs, gradients, two steps' losses and gradient norms, in float64; and what was predicted."""
     result = check(family)
     assert result.verification, str(result.verification)
     assert result.error < result.tolerance
-    assert result.ledger is not False
+    assert result.predicted is not False and result.peak <= 0.05
 
 
 @pytest.mark.parametrize("family", some_of(WIDE, 1, "classes at their published width"))
@@ -161,7 +161,7 @@ def test_adapters_of_a_class_train_as_on_one_device(family: str) -> None:
     result = check(family, lora=True)
     assert result.verification, str(result.verification)
     assert result.error < result.tolerance
-    assert result.ledger is not False
+    assert result.predicted is not False and result.peak <= 0.05
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: pip install peft")

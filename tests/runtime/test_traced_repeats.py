@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.own_modules import GPT2_PARTS, deepseek, gemma3, gpt2, llama, mixtral, token_example
 from harness.today import some_of
-from harness.traced_jobs import SEQ, token_loss
+from harness.traced_jobs import SEQ, aligned_loss, token_loss
 from shardwise.model.trace import TracedStep
 from shardwise.runtime.module.trace import _Tracer, trace
 
@@ -24,14 +25,17 @@ FAMILIES = {
 """Module and list of parts."""
 WIDTHS = {"gemma3": 2}
 """Blocks of the group that repeats, where it is not one."""
-CASES = [*((name, 1, recompute) for name in FAMILIES for recompute in ("none", "full")), ("llama", 2, "full")]
-"""Family, tensor-parallel degree, recomputation."""
+CASES = [
+    *((name, 1, recompute, "") for name in FAMILIES for recompute in ("none", "full")),
+    ("llama", 2, "full", ""), ("mixtral", 1, "full", "ep=2"), ("llama", 1, "none", "cp=2"),
+]  # fmt: skip
+"""Family, tensor-parallel degree, recomputation, cut."""
 
 
-def tracer(name: str) -> _Tracer:
+def tracer(name: str, loss: Any = token_loss) -> _Tracer:
     build, parts = FAMILIES[name]
     torch.manual_seed(0)
-    return _Tracer(build(), token_example(2, SEQ), None, None, parts, token_loss)
+    return _Tracer(build(), token_example(2, SEQ), None, None, parts, loss)
 
 
 def unordered(step: TracedStep) -> TracedStep:
@@ -43,13 +47,13 @@ def unordered(step: TracedStep) -> TracedStep:
     return replace(step, saved=tuple(sorted(step.saved)), collectives=collectives, stages=stages)
 
 
-@pytest.mark.parametrize("name, tp, recompute", some_of(CASES, 1, "traced repeats"))
-def test_a_shortened_module_has_the_trace_of_the_whole_one(name, tp, recompute, monkeypatch) -> None:
+@pytest.mark.parametrize("name, tp, recompute, cut", some_of(CASES, 1, "traced repeats"))
+def test_a_shortened_module_has_the_trace_of_the_whole_one(name, tp, recompute, cut, monkeypatch) -> None:
     monkeypatch.setattr("shardwise.runtime.module.trace.RECOMPUTE", (recompute,))
-    whole = tracer(name)
+    whole = tracer(name, aligned_loss if cut == "cp=2" else token_loss)
     short = whole.shortened()
     assert short is not None and len(short.blocks) < len(whole.blocks) and short.whole.width == WIDTHS.get(name, 1)
-    one, other = short.blueprint([tp], ["bf16"]), whole.blueprint([tp], ["bf16"])
+    one, other = (each.blueprint([tp], ["bf16"], [cut]) for each in (short, whole))
     assert replace(one, trace=None) == replace(other, trace=None)
     assert replace(one.trace, steps=()) == replace(other.trace, steps=())
     for step, full in zip(one.trace.steps, other.trace.steps, strict=True):

@@ -11,13 +11,15 @@ and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from shardwise.cli.declare import arg
 from shardwise.cli.output import print_result, working
 from shardwise.cli.verify import ModuleOptions, plan_of
 from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.layout.traced_cut import traced_cut
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.parameters import count
@@ -32,7 +34,7 @@ SUGGEST = "suggest"
 
 
 def degrees_of(option: str, text: str) -> list[int]:
-    """Tensor-parallel degrees: 1,2,4. Raises `UserError`."""
+    """Degrees: 1,2,4. Raises `UserError`."""
     degrees = [int(word) if word.strip().isdigit() else 0 for word in text.split(",")]
     if min(degrees) < 1:
         raise UserError(f"{option} {text}: give positive integers, such as 1,2,4")
@@ -47,6 +49,8 @@ class TraceOptions(ModuleOptions):
     out: str | None = arg("the file that is written: model.json", "FILE")
     loss: str | None = arg("its loss, in the same file (the sum of the outputs)", "NAME")
     tp: list[int] | None = arg("tensor-parallel degrees (those of 1, 2, 4, 8 that suit)", "N,...", read=degrees_of)
+    ep: list[int] | None = arg("degrees under which experts are spread, too (none)", "N,...", read=degrees_of)
+    cp: list[int] | None = arg("degrees under which sequences are cut, too (none)", "N,...", read=degrees_of)
     precision: str = arg("of layouts, by commas", "NAMES", "bf16")
 
 
@@ -66,10 +70,12 @@ def run(args: TraceOptions) -> int:
         found = suggestion.to_json()
     loss = FromFile(build.path, args.loss).loaded() if args.loss else None
     parts = args.parts.split(",") if args.parts else None
+    degrees = product({1, *(args.cp or ())}, {1, *(args.ep or ())})
+    cuts = sorted(traced_cut(Layout(dp=ep, cp=cp, ep=ep)) for cp, ep in degrees)
     with working(f"tracing {args.model}"):
         blueprint = trace(
             module, example, plan, loss=loss, blocks=blocks, parts=parts, tp=args.tp,
-            precisions=args.precision.split(","),
+            precisions=args.precision.split(","), cuts=cuts,
         )  # fmt: skip
     if args.out:
         write_blueprint(blueprint, args.out)
@@ -87,6 +93,7 @@ def _summary(blueprint: Blueprint) -> dict[str, Any]:
         "rows": list(trace.rows),
         "seq": trace.seq,
         "tp": trace.degrees,
+        "cuts": [cut for cut in trace.cuts if cut],
         "sp": sorted({each.tp for each in trace.steps if each.sp}),
         "pipelines": trace.ends is not None,
         "left_out": {key: why for key, why in (("sp", trace.uncut), ("pipelines", trace.unpiped)) if why},
@@ -133,6 +140,7 @@ def _lines(data: dict[str, Any]) -> Iterator[Renderable]:
     rows = data["rows"][0]
     traced = [f"tp={','.join(map(str, data['tp']))}"]
     traced += [f"sp with tp={','.join(map(str, data['sp']))}"] if data["sp"] else []
+    traced += data["cuts"]
     traced += ["pipelines"] if data["pipelines"] else []
     yield (
         f"{data['model']}: {format_count(data['parameters'])} parameters; a step on one device with {rows} rows of "

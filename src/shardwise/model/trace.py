@@ -140,16 +140,21 @@ class Trace:
 
     def step(self, tp: int, precision: str, recompute: str, cut: str = "") -> TracedStep:
         """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
+        if cut not in self.cuts:
+            known, asked = ", ".join(each or "none" for each in self.cuts), cut or "no cp and no ep"
+            raise LayoutError(
+                f"{asked} was not traced, of cp and ep the trace has {known}: choose among these, or trace the module "
+                "again"
+            )
         if not self.has(tp, precision, recompute, cut):
             there: dict[str, list[Any]] = {
                 key: sorted({step[place] for step in self._steps})
                 for place, key in enumerate(("tp", "precision", "recompute"))
             }
             words = "; ".join(f"{key}={'|'.join(map(str, values))}" for key, values in there.items())
-            words += "".join(f"; {cut}" for cut in self.cuts if cut)
             raise LayoutError(
-                f"tp={tp},precision={precision},recompute={recompute}{cut and ','}{cut} was not traced; the trace has "
-                f"{words}: choose among these, or trace the module again"
+                f"tp={tp},precision={precision},recompute={recompute} was not traced; the trace has {words}: choose "
+                "among these, or trace the module again"
             )
         return self._steps[tp, precision, recompute, cut]
 

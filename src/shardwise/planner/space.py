@@ -5,7 +5,7 @@ come in frames that share a mesh; inside a frame every entry of one list goes wi
 frame is a grid of arrays and never a list of layouts. `Space` defines exactly what is in it (docs/planner.md).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -25,7 +25,7 @@ from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.traced_layout import searched_tp, searched_with_shards
+from shardwise.predict.traced_layout import searched_cuts, searched_tp, searched_with_shards
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.plan import BARE_ENDS
@@ -157,6 +157,12 @@ class LayoutColumns:
 def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
     """Why no layout of this model, on any cluster, has what is fixed; empty where one may."""
     ep = fixed.get("ep", 1)
+    if (cuts := searched_cuts(model)) is not None:
+        for key, degrees in zip(("cp", "ep"), map(sorted, map(set, zip(*cuts, strict=True))), strict=True):
+            if (value := fixed.get(key, 1)) not in degrees:
+                known = ", ".join(map(str, degrees))
+                return f"{model.name} was not traced with {key}={value}; choose {key} among {known}, or trace it again"
+        return ""
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
     if model.lora and fixed.get("offload_params", "none") != "none":
@@ -236,9 +242,18 @@ class Space:
             for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
                 shardings = tuple(self._shardings(tp, data, pp))
                 mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
+                known = tuple(row for row in of if self._known(row, ep))
                 yield LayoutColumns(
-                    tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare, self.homes
+                    tp, pp, data, self.attention, self.workload.batch, known, shardings, mine, ep, bare, self.homes
                 )
+
+    def _known(self, row: BatchChoice, ep: int) -> bool:
+        """Whether the model is known under the row's cp and this ep."""
+        return self._cuts is None or ((row.cp, ep) in self._cuts and not (row.sp and ep > 1))
+
+    @cached_property
+    def _cuts(self) -> Collection[tuple[int, int]] | None:
+        return searched_cuts(self.model)
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
@@ -259,14 +274,17 @@ class Space:
         if (cp > 1 and seq % (2 * cp)) or batch % dp:
             return
         whole = tp > 1 and seq % ((2 * cp if cp > 1 else 1) * tp) == 0
-        cut = whole and self.features.sequence and searched_with_shards(self.model, tp, pp)
+        cut = whole and self.features.sequence and searched_with_shards(self.model, tp, pp, cp)
         kinds = (False, True) if cut else (False,)
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
                 yield BatchChoice(cp, sp, recompute, micro)
 
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
-        degrees = [1] if isinstance(self.model, Blueprint) else valid_ep(self.model, data * tp)
+        if isinstance(self.model, Blueprint):
+            degrees = sorted({ep for _, ep in self._cuts or () if data * tp % ep == 0})
+        else:
+            degrees = valid_ep(self.model, data * tp)
         return (ep for ep in degrees if self.allows("ep", ep))
 
     def _shardings(self, tp: int, data: int, pp: int) -> Iterator[ZeroChoice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, pipeline
 from shardwise.layout.keys import KEYS, SEARCHED, changed
 from shardwise.layout.legality import check_ranks, valid_tp
-from shardwise.layout.traced_cut import traced_cut
+from shardwise.layout.traced_cut import cut_layout, traced_cut
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 
@@ -44,13 +45,22 @@ def searched_tp(model: Model) -> list[int]:
     return _whole_degrees(traced(model))
 
 
-def searched_with_shards(model: Model, tp: int, pp: int) -> bool:
+def searched_with_shards(model: Model, tp: int, pp: int, cp: int) -> bool:
     """Whether a search tries sequence parallelism: with any configuration, and where it was traced."""
-    return not isinstance(model, Blueprint) or (pp == 1 and tp in _whole_degrees(traced(model).on_shards))
+    return not isinstance(model, Blueprint) or (pp == cp == 1 and tp in _whole_degrees(traced(model).on_shards))
 
 
-def _whole_degrees(trace: Trace) -> list[int]:
-    return [tp for tp in trace.degrees if all(trace.has(tp, "bf16", recompute) for recompute in RECOMPUTE)]
+def searched_cuts(model: Model) -> Collection[tuple[int, int]] | None:
+    """(cp, ep) of a search, of those of a traced module; None for a configuration, which allows all that divide."""
+    if not isinstance(model, Blueprint):
+        return None
+    trace = traced(model)
+    layouts = [cut_layout(cut) for cut in trace.cuts if _whole_degrees(trace, cut) == _whole_degrees(trace)]
+    return {(layout.cp, layout.ep) for layout in layouts if layout.cpkind == Layout().cpkind}
+
+
+def _whole_degrees(trace: Trace, cut: str = "") -> list[int]:
+    return [tp for tp in trace.degrees if all(trace.has(tp, "bf16", recompute, cut) for recompute in RECOMPUTE)]
 
 
 def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: int | None = None) -> None:

@@ -18,6 +18,8 @@ from shardwise.runtime.module.program import ModuleProgram
 
 ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 """Words in the names of fused attention's operators."""
+GROUPED = "_grouped_mm"
+"""Name of the operator of products by groups, such as those of experts."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,9 @@ class _Operations(TorchDispatchMode):
         if kind == "attention":
             sizes = *sizes, int(any(x is True for x in (*args, kwargs.get("is_causal"))))
             flops = _attention_flops(sizes, "backward" in name)
+        elif name == GROUPED:
+            ends = args[2] if len(args) > 2 else kwargs.get("offs")
+            kind, (sizes, flops) = "product", _grouped(args[0], args[1], ends)
         elif counted := flop_registry.get(func._overloadpacket):
             flops = int(counted(*args, **kwargs, out_val=out))
         recorder = self._recorder
@@ -209,6 +214,21 @@ def _sizes(name: str, tensors: list[Tensor]) -> tuple[Literal["product", "attent
         batch = a.shape[0] if a.dim() == 3 else 1
         return "product", (batch, a.shape[-2], b.shape[-1], a.shape[-1])
     return "pass", ()
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> tuple[tuple[int, ...], int]:
+    """(sizes as of `TracedOp` of equal groups, FLOPs) of a product whose groups are matrices of a or b, or share their
+    rows, columns or what is summed over, up to `ends`."""
+    groups = max(len(x) for x in (a, b) if x.dim() == 3) if a.dim() == 3 or b.dim() == 3 else len(ends)
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    flops = 2 * m * k * n * (groups if a.dim() == b.dim() == 3 else 1)
+    if a.dim() == b.dim() == 2:
+        k //= groups
+    elif a.dim() == 2:
+        m //= groups
+    elif b.dim() == 2:
+        n //= groups
+    return (groups, max(1, m), max(1, n), max(1, k)), flops
 
 
 def _attention_flops(sizes: tuple[int, ...], backward: bool) -> int:
