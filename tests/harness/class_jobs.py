@@ -1,6 +1,6 @@
 """Models by their classes of transformers: two steps of a split on ranks, the class alone, and the prediction.
 
-`python tests/harness/class_jobs.py RESULTS.jsonl` writes docs/model_classes.md, and continues where it was stopped.
+`PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` writes docs/model_classes.md, and continues where it was stopped.
 """
 
 import json
@@ -255,7 +255,7 @@ def at_full_width(model_type: str) -> tuple[StepReport, StepReport]:
 PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
 HEAD = """# Classes of transformers that were tried
 
-`python tests/harness/class_jobs.py RESULTS.jsonl` wrote this page, with transformers {version}: small models with
+`PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` wrote this page, with transformers {version}: small models with
 random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
 one device.
 
