@@ -1,6 +1,7 @@
 """Models by their classes of transformers: two steps of a split on ranks, the class alone, and the prediction.
 
-`PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` writes docs/model_classes.md, and continues where it was stopped.
+`PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` writes docs/model_classes.md, and continues where it was
+stopped.
 """
 
 import json
@@ -24,7 +25,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.layout.context import cuts_sequences
-from shardwise.layout.traced_cut import traced_cut
+from shardwise.layout.layout import traced_cut
 from shardwise.model.adapters import stacked_target
 from shardwise.model.lora import Lora
 from shardwise.predict import estimate
@@ -255,8 +256,8 @@ def at_full_width(model_type: str) -> tuple[StepReport, StepReport]:
 PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
 HEAD = """# Classes of transformers that were tried
 
-`PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` wrote this page, with transformers {version}: small models with
-random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
+`PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` wrote this page, with transformers {version}: small
+models with random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
 one device.
 
 - Plans for tp are the class's own, except suggested ones of {suggested}.

@@ -22,8 +22,8 @@ from harness.traced_jobs import TracedCase, token_loss
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.layout import unit_plan
+from shardwise.layout.layout import traced_cut
 from shardwise.layout.modules import check_module_layout
-from shardwise.layout.traced_cut import traced_cut
 from shardwise.model.blueprint import Part
 from shardwise.report.compare import ReportComparison, compare
 from shardwise.runtime.module.chain import find_chain

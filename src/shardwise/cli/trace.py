@@ -11,15 +11,14 @@ and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
 """
 
 from collections.abc import Iterator
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any
 
 from shardwise.cli.declare import arg
 from shardwise.cli.output import print_result, working
 from shardwise.cli.verify import ModuleOptions, plan_of
 from shardwise.errors import UserError
-from shardwise.layout import Layout
-from shardwise.layout.traced_cut import traced_cut
+from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.parameters import count
@@ -49,8 +48,7 @@ class TraceOptions(ModuleOptions):
     out: str | None = arg("the file that is written: model.json", "FILE")
     loss: str | None = arg("its loss, in the same file (the sum of the outputs)", "NAME")
     tp: list[int] | None = arg("tensor-parallel degrees (those of 1, 2, 4, 8 that suit)", "N,...", read=degrees_of)
-    ep: list[int] | None = arg("degrees under which experts are spread, too (none)", "N,...", read=degrees_of)
-    cp: list[int] | None = arg("degrees under which sequences are cut, too (none)", "N,...", read=degrees_of)
+    cuts: str = arg(f"values of {', '.join(APART)} under which it is traced, too, with + between", "KEY=N+...", "")
     precision: str = arg("of layouts, by commas", "NAMES", "bf16")
 
 
@@ -70,8 +68,7 @@ def run(args: TraceOptions) -> int:
         found = suggestion.to_json()
     loss = FromFile(build.path, args.loss).loaded() if args.loss else None
     parts = args.parts.split(",") if args.parts else None
-    degrees = product({1, *(args.cp or ())}, {1, *(args.ep or ())})
-    cuts = sorted(traced_cut(Layout(dp=ep, cp=cp, ep=ep)) for cp, ep in degrees)
+    cuts = ["", *filter(None, args.cuts.split("+"))]
     with working(f"tracing {args.model}"):
         blueprint = trace(
             module, example, plan, loss=loss, blocks=blocks, parts=parts, tp=args.tp,

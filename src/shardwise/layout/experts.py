@@ -17,6 +17,11 @@ LOADS = "expert loads"
 """Name, in a ledger, of the sum of a step's loads."""
 
 
+def spreads_experts(layout: Layout) -> bool:
+    """Whether a mixture's experts are on several ranks."""
+    return layout.ep > 1
+
+
 def gathers_sequences(layout: Layout) -> bool:
     """Whether every tensor-parallel rank routes all tokens of its group, of which each has a part of the experts'
     width."""

@@ -522,6 +522,8 @@ CHOICES: dict[str, tuple[str, ...]] = {key.name: key.choices for key in KEYS.val
 """Key -> its words."""
 SEARCHED = tuple(key.name for key in KEYS.values() if "searched" in key.marks)
 """The keys of a layout over which a search goes."""
+APART = tuple(name for name, key in KEYS.items() if "apart" in key.marks)
+"""The keys for whose values a module is traced apart, beside tp, sp, precision and recomputation."""
 
 
 def goes_with(name: str) -> tuple[str, ...]:

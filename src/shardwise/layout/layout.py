@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
-from shardwise.layout.keys import KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
+from shardwise.layout.keys import APART, KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
 from shardwise.records import dataclass
 
 
@@ -199,3 +199,17 @@ def with_replicas(layout: Layout, count: int) -> Layout:
 def with_stage(layout: Layout, zero: int) -> Layout:
     """The layout under another ZeRO stage, without the keys that the stage does not have. Raises `LayoutError`."""
     return replace(layout, zero=zero, **defaults(*(key.name for key in KEYS.values() if key.stage > zero)))
+
+
+def traced_cut(layout: Layout) -> str:
+    """The layout text of the keys for whose values a module is traced apart; empty where they have their defaults."""
+    return ",".join(key.text(value) for key, value in changed(layout).items() if key.name in APART)
+
+
+def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
+    """The layout of these keys, by their text or values, and of other `keys`, on as few ranks as it takes. Raises
+    `UserError`."""
+    values = read(cut, f"{cut!r}", APART) if isinstance(cut, str) else cut
+    if other := next((name for name in values if name not in APART), ""):
+        raise UserError(f"{cut!r}: {other} is none of {', '.join(APART)}, for which a module is traced apart")
+    return Layout(dp=values.get("ep", 1), **values, **keys)

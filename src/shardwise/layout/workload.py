@@ -1,5 +1,7 @@
 """`Workload`: what is asked of the model, apart from how it is split."""
 
+from typing import Self
+
 from shardwise.codec import EVERY, Json
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout.layout import Layout
@@ -48,6 +50,11 @@ class Workload(Json):
     def states(self) -> tuple[str, ...]:
         """Arrays of optimizer state per parameter: master weights, then moments."""
         return states_of(self.optimizer)
+
+    @classmethod
+    def of_rows(cls, layout: Layout, micro_batches: int) -> Self:
+        """So many micro-batches of rows whose length does not matter."""
+        return cls(seq=1, batch=layout.dp * layout.micro * micro_batches)
 
     def micro_batches(self, layout: Layout) -> int:
         """Micro-batches that each data-parallel rank runs in one step (gradient accumulation at pp=1).

@@ -141,10 +141,10 @@ class Trace:
     def step(self, tp: int, precision: str, recompute: str, cut: str = "") -> TracedStep:
         """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
         if cut not in self.cuts:
-            known, asked = ", ".join(each or "none" for each in self.cuts), cut or "no cp and no ep"
+            known = ", ".join(there or "none" for there in self.cuts)
             raise LayoutError(
-                f"{asked} was not traced, of cp and ep the trace has {known}: choose among these, or trace the module "
-                "again"
+                f"{cut or 'no cp and no ep'} was not traced, of cp and ep the trace has {known}: choose among these, "
+                "or trace the module again"
             )
         if not self.has(tp, precision, recompute, cut):
             there: dict[str, list[Any]] = {

@@ -5,7 +5,7 @@ come in frames that share a mesh; inside a frame every entry of one list goes wi
 frame is a grid of arrays and never a list of layouts. `Space` defines exactly what is in it (docs/planner.md).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -16,6 +16,8 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.keys import APART
+from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.legality import valid_ep
 from shardwise.layout.pipeline import splits_backward
 from shardwise.model.blueprint import Blueprint
@@ -158,10 +160,10 @@ def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
     """Why no layout of this model, on any cluster, has what is fixed; empty where one may."""
     ep = fixed.get("ep", 1)
     if (cuts := searched_cuts(model)) is not None:
-        for key, degrees in zip(("cp", "ep"), map(sorted, map(set, zip(*cuts, strict=True))), strict=True):
-            if (value := fixed.get(key, 1)) not in degrees:
-                known = ", ".join(map(str, degrees))
-                return f"{model.name} was not traced with {key}={value}; choose {key} among {known}, or trace it again"
+        for key in fixed.keys() & {*APART}:
+            if fixed[key] not in (degrees := {getattr(cut, key) for cut in cuts.values()}):
+                known = ", ".join(map(str, sorted(degrees)))
+                return f"{model.name} was not traced with {key}={fixed[key]}; choose {known}, or trace it again"
         return ""
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
@@ -249,10 +251,13 @@ class Space:
 
     def _known(self, row: BatchChoice, ep: int) -> bool:
         """Whether the model is known under the row's cp and this ep."""
-        return self._cuts is None or ((row.cp, ep) in self._cuts and not (row.sp and ep > 1))
+        if self._cuts is None:
+            return True
+        cut = traced_cut(cut_layout({"cp": row.cp, "ep": ep}))
+        return cut in self._cuts and not (cut and row.sp)
 
     @cached_property
-    def _cuts(self) -> Collection[tuple[int, int]] | None:
+    def _cuts(self) -> dict[str, Layout] | None:
         return searched_cuts(self.model)
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
@@ -274,7 +279,7 @@ class Space:
         if (cp > 1 and seq % (2 * cp)) or batch % dp:
             return
         whole = tp > 1 and seq % ((2 * cp if cp > 1 else 1) * tp) == 0
-        cut = whole and self.features.sequence and searched_with_shards(self.model, tp, pp, cp)
+        cut = whole and self.features.sequence and searched_with_shards(self.model, tp, pp)
         kinds = (False, True) if cut else (False,)
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
@@ -282,7 +287,7 @@ class Space:
 
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
         if isinstance(self.model, Blueprint):
-            degrees = sorted({ep for _, ep in self._cuts or () if data * tp % ep == 0})
+            degrees = sorted({cut.ep for cut in (self._cuts or {}).values() if data * tp % cut.ep == 0})
         else:
             degrees = valid_ep(self.model, data * tp)
         return (ep for ep in degrees if self.allows("ep", ep))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, pipeline
 from shardwise.layout.keys import KEYS, SEARCHED, changed
+from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.legality import check_ranks, valid_tp
-from shardwise.layout.traced_cut import cut_layout, traced_cut
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 
@@ -45,18 +44,18 @@ def searched_tp(model: Model) -> list[int]:
     return _whole_degrees(traced(model))
 
 
-def searched_with_shards(model: Model, tp: int, pp: int, cp: int) -> bool:
+def searched_with_shards(model: Model, tp: int, pp: int) -> bool:
     """Whether a search tries sequence parallelism: with any configuration, and where it was traced."""
-    return not isinstance(model, Blueprint) or (pp == cp == 1 and tp in _whole_degrees(traced(model).on_shards))
+    return not isinstance(model, Blueprint) or (pp == 1 and tp in _whole_degrees(traced(model).on_shards))
 
 
-def searched_cuts(model: Model) -> Collection[tuple[int, int]] | None:
-    """(cp, ep) of a search, of those of a traced module; None for a configuration, which allows all that divide."""
+def searched_cuts(model: Model) -> dict[str, Layout] | None:
+    """Cuts of a search, as of `traced_cut`: those of a traced module; None for a configuration, which allows all that
+    divide."""
     if not isinstance(model, Blueprint):
         return None
     trace = traced(model)
-    layouts = [cut_layout(cut) for cut in trace.cuts if _whole_degrees(trace, cut) == _whole_degrees(trace)]
-    return {(layout.cp, layout.ep) for layout in layouts if layout.cpkind == Layout().cpkind}
+    return {cut: cut_layout(cut) for cut in trace.cuts if _whole_degrees(trace, cut) == _whole_degrees(trace)}
 
 
 def _whole_degrees(trace: Trace, cut: str = "") -> list[int]:

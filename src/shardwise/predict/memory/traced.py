@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
-from shardwise.layout.traced_cut import traced_cut
+from shardwise.layout.layout import traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.predict.memory.buffers import MemoryByClass, held_through_step

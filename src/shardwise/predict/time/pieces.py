@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Num
-from shardwise.layout import Layout
+from shardwise.layout.keys import APART
+from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.tensor import EDGES, collectives
-from shardwise.layout.traced_cut import traced_cut
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, Part
 from shardwise.model.parameters import Model, blueprint
@@ -104,12 +104,11 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     beside = pricing.constants.value("tensor_hidden") if engine.ring_overlap else 0.0
     times = cache(TracedTimes(model, pricing, split.dtype, hidden, beside).of)
-    cut = cache(lambda cp, ep: traced_cut(Layout(dp=ep, cp=cp, ep=ep, cpkind=split.cpkind)))
-    arrays = np.broadcast_arrays(split.tp, split.micro, split.sp, split.cp, split.ep, _recomputed(split)[0])
-    rows = zip(*map(np.ravel, arrays), strict=True)
-    found = [
-        (*times(int(tp), int(micro), bool(sp), cut(int(cp), int(ep))), again) for tp, micro, sp, cp, ep, again in rows
-    ]
+    cut_of = cache(lambda *apart: traced_cut(cut_layout(dict(zip(APART, apart, strict=True)))))
+    apart = [getattr(split, name) for name in APART]
+    arrays = np.broadcast_arrays(_recomputed(split)[0], split.tp, split.micro, split.sp, *apart)
+    rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
+    found = [(*times(tp, micro, sp, cut_of(*cut)), again) for again, tp, micro, sp, *cut in rows]
 
     def column(of: Callable[..., Num]) -> Num:
         return np.array([of(*parts, again=again) for *parts, again in found]).reshape(arrays[0].shape)

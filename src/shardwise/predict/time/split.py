@@ -84,6 +84,11 @@ class StepShape:
         return np.where(np.asarray(self.zero) >= 2, self.width, self.gradient_width)
 
     @property
+    def spreads_experts(self) -> Num:
+        """Whether experts are on several ranks."""
+        return np.asarray(self.ep) > 1
+
+    @property
     def expert_tp(self) -> Num:
         """Ranks that share the width of one expert, as a layout has it by default (`Layout.expert_tp`)."""
         return np.where(np.asarray(self.ep) == 1, self.tp, 1)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardwise.arrays import Num
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import CP, EP, TP, Axes, named
+from shardwise.layout.layout import cut_layout
 from shardwise.layout.placement import place
-from shardwise.layout.traced_cut import cut_layout
 from shardwise.model.blueprint import Blueprint
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pricing import Pricing
@@ -105,31 +105,30 @@ class TracedTimes:
     ) -> None:
         """Add collectives over ranks that are not data-parallel ones. Backward's over tensor-parallel ranks run behind
         products in part, and what goes around a ring behind attention to one of its cp pieces."""
-        layout = cut_layout(step.cut, tp=step.tp)
+        mesh = Mesh(cut_layout(step.cut, tp=step.tp))
         rings = {"forward": 0.0, "backward": 0.0}
-        for each in step.collectives:
-            axes, inside = named(each.group), each.unit in blocks
-            seconds = each.count * self._exchange(each, axes, layout, micro) / (self.model.layers if inside else 1)
-            if each.op in ("send", "recv"):
-                rings[each.phase] += seconds
+        for row in step.collectives:
+            axes, inside = named(row.group), row.unit in blocks
+            seconds = row.count * self._exchange(row, axes, mesh, micro) / (self.model.layers if inside else 1)
+            if row.op in ("send", "recv"):
+                rings[row.phase] += seconds
                 continue
-            of = block if inside else ends[each.end or "exit"]
-            into, left = (of.forward, 1.0) if each.phase == "forward" else (of.backward, 1 - self.hidden * (axes == TP))
+            of = block if inside else ends[row.end or "exit"]
+            into, left = (of.forward, 1.0) if row.phase == "forward" else (of.backward, 1 - self.hidden * (axes == TP))
             into["experts" if axes == EP else "tensor"] += seconds * left
         for phase, into in (("forward", block.forward), ("backward", block.backward)):
-            covered = into["attention"] * (1 - 1 / layout.cp)
+            covered = into["attention"] * (1 - 1 / mesh.size(CP))
             into["tensor"] += rings[phase] - self.beside * min(rings[phase], covered)
 
-    def _exchange(self, each: TracedCollective, axes: Axes, layout: Layout, micro: int) -> float:
+    def _exchange(self, row: TracedCollective, axes: Axes, mesh: Mesh, micro: int) -> float:
         """Seconds of one of them. A message comes while the rank's own one goes."""
-        nbytes = self.trace.at(each.elements, micro) * DTYPE_BYTES[each.dtype]
-        sizes: dict[Axes, tuple[int, int]] = {TP: (layout.tp, 1), EP: (layout.ep, 1), CP: (layout.cp, layout.tp)}
-        ranks, apart = sizes.get(axes, (layout.cp * layout.tp, 1))
-        if each.op == "recv":
+        nbytes = self.trace.at(row.elements, micro) * DTYPE_BYTES[row.dtype]
+        ranks, apart = mesh.size(axes), mesh.size(TP) if axes == CP else 1
+        if row.op == "recv":
             return 0.0
-        if each.op == "send":
+        if row.op == "send":
             return float(self.pricing.collectives.hop(nbytes, apart, ranks))
-        return float(self.pricing.collectives.seconds(each.op, nbytes, ranks, apart))
+        return float(self.pricing.collectives.seconds(row.op, nbytes, ranks, apart))
 
 
 class HeldElements(NamedTuple):

@@ -216,7 +216,7 @@ def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tu
 def block_parameters(model: Model, split: StepShape) -> tuple[Num, Num]:
     """Trained parameters of all blocks on one of the ranks that cut them: (all but the experts', the experts')."""
     if isinstance(model, Blueprint):  # whose experts stay with their block unless ep spreads them
-        spread: Num = np.where(np.asarray(split.ep) > 1, held_elements(model, 1).experts, 0.0)
+        spread: Num = np.where(split.spreads_experts, held_elements(model, 1).experts, 0.0)
     else:
         spread = _parameters(model)[1]
     return _held_by_blocks(model, split), spread / split.expert_apart
@@ -227,7 +227,7 @@ def _held_by_blocks(model: Model, split: StepShape) -> Num:
     if not isinstance(model, Blueprint):
         return _parameters(model)[0] / split.tp
     held = held_elements(model, split.tp)
-    return held.dense + np.where(np.asarray(split.ep) > 1, 0.0, held.experts)
+    return held.dense + np.where(split.spreads_experts, 0.0, held.experts)
 
 
 def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:

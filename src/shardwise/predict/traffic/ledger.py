@@ -171,14 +171,14 @@ def server_rows(plan: UnitPlan) -> Iterator[LedgerRow]:
 def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple[Any, ...]]:
     """Rows of the maps on a rank, as of `ledger.Rows`: those of the traced step, for every micro-batch."""
     rows: Counter[tuple[Any, ...]] = Counter()
-    for each in step.collectives:
-        unit = each.unit if plan.layout.pp == 1 else each.end or each.unit
+    for one in step.collectives:
+        unit = one.unit if plan.layout.pp == 1 else one.end or one.unit
         if unit not in plan.parts:
             continue
-        axes, elements = named(each.group), trace.at(each.elements, plan.layout.micro)
+        axes, elements = named(one.group), trace.at(one.elements, plan.layout.micro)
         for micro in range(plan.micro_batches):
-            come = more_received(plan, trace.at(each.received, plan.layout.micro), unit, micro)
-            rows[each.phase, each.op, axes, unit, each.dtype, elements + come] += each.count
+            come = more_received(plan, trace.at(one.received, plan.layout.micro), unit, micro)
+            rows[one.phase, one.op, axes, unit, one.dtype, elements + come] += one.count
     return rows
 
 

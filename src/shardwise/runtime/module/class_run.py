@@ -20,8 +20,8 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.decoder import Batch
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.axes import DATA, DP, PP, REPLICA
+from shardwise.layout.layout import traced_cut
 from shardwise.layout.modules import check_described
-from shardwise.layout.traced_cut import traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model

@@ -72,7 +72,7 @@ def fake_stages(
 
 
 def _program(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
-    units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=micro_batches * layout.dp))
+    units = unit_plan(described.blueprint, layout, Workload.of_rows(layout, micro_batches))
     return ModuleProgram(
         module, described, units, fake_comms(units), OptimizerConfig(), lambda parameter, index: index.double(),
         torch.device("cpu"),

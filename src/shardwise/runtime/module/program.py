@@ -72,7 +72,7 @@ class ModuleProgram(StepProgram, PartRunner):
         rows = {}
         for part, forms in self.experts.items():
             of_micros = zip(*(form.exchanged for form in forms), strict=True)
-            rows[part] = [[sum(counts) for counts in zip(*each, strict=True)] for each in of_micros]
+            rows[part] = [[sum(counts) for counts in zip(*counted, strict=True)] for counted in of_micros]
         return RoutedRows.of(rows) if any(rows.values()) else None
 
     def close(self, remove: bool = True) -> None:

@@ -96,7 +96,7 @@ def split(
     if example is not None and chain is None:
         found = run_order(module, found, example)
     described = describe(module, layout, plan, found, chain)
-    workload = Workload(seq=1, batch=layout.dp * layout.micro * accumulate)
+    workload = Workload.of_rows(layout, accumulate)
     check_described(described.blueprint, layout, accumulate)
     at = _device(module, device)
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))

@@ -20,8 +20,9 @@ from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.experts import spreads_experts
+from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.state_rows import state_rows
-from shardwise.layout.traced_cut import cut_layout, traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
@@ -139,12 +140,12 @@ class _Tracer:
     ) -> Blueprint:
         """The description with all traced steps."""
         described = self._described(degrees)
-        layout = max((cut_layout(cut, tp=max(described)) for cut in cuts), key=lambda layout: layout.ep)
+        layout = max((cut_layout(cut, tp=max(described)) for cut in cuts), key=spreads_experts)
         largest = describe(self.described[0], layout, self.plan, self.described[1]).blueprint
         steps = []
         for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, RECOMPUTE):
             layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
-            split = describe(self.module, layout, self.plan, self.blocks) if layout.ep > 1 else parts
+            split = describe(self.module, layout, self.plan, self.blocks) if spreads_experts(layout) else parts
             steps.append(self._step(split, layout))
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
@@ -194,7 +195,7 @@ class _Tracer:
         with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
             (units, one), (_, other) = (recorded(rows) for rows in self.rows)
             step = _joined(layout, units, one, other)
-            if layout.ep > 1:
+            if spreads_experts(layout):
                 crowded = [[recorded(rows, crowd)[1] for crowd in (2, 3)] for rows in self.rows]
                 step = _with_received(step, units, crowded)
         if self.chain is not None and not layout.sp:
