@@ -257,8 +257,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
 HEAD = """# Classes of transformers that were tried
 
 `PYTHONPATH=tests python -m harness.class_jobs RESULTS.jsonl` wrote this page, with transformers {version}: small
-models with random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class on
-one device.
+models with random weights, {layout} and ep=2 where the class publishes a plan for experts, in float64 against the class
+on one device.
 
 - Plans for tp are the class's own, except suggested ones of {suggested}.
 - \\*: measured collectives and bytes by class equal the predicted ones, with adapters or without, and peaks are within
