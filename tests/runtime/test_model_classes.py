@@ -15,6 +15,7 @@ from harness.class_jobs import CUT, LAYOUT, PIPED, at_full_width, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
+from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
@@ -58,6 +59,15 @@ def test_a_class_trains_in_a_pipeline_and_with_cut_sequences(family: str, layout
 @pytest.mark.parametrize("family", some_of(FAMILIES, 2, "resumed classes"))
 def test_a_class_resumes_under_another_layout(family: str, tmp_path: Path) -> None:
     assert resumed(family, (LAYOUT, "dp=2,zero=1"), tmp_path) < ROUNDED
+
+
+def test_a_tiny_configuration_whose_sizes_cannot_shrink_alone_is_its_own_small_one() -> None:
+    """Falcon-H1 rejects heads that do not fill Mamba's inner width, and says so once, whole."""
+    sizes = {"hidden_size": 64, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "num_hidden_layers": 2}
+    model = ClassModel({"model_type": "falcon_h1", **sizes}, "tiny")
+    assert model.small(Layout.parse("tp=2")).config.mamba_d_head == 32
+    with pytest.raises(UserError, match=r"^tiny: transformers cannot read.*Mamba head state do not match"):
+        ClassModel({"model_type": "falcon_h1", **sizes, "mamba_d_head": 16}, "tiny")()
 
 
 def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

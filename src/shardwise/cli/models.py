@@ -1,6 +1,5 @@
 """The MODEL argument and its `--set`, for every command that takes a model."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from shardwise.model.hub import OFFLINE
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import Model, blueprint
 from shardwise.records import dataclass
+from shardwise.runtime.job.output import say
 
 
 @dataclass
@@ -60,7 +60,7 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
 
         adapters = PeftAdapters.open(folder, model.replace(lora=Lora(1, base=_folder(args.lora)[1])))
         if adapters.warning and not runs:
-            print(f"shardwise: warning: {adapters.warning}", file=sys.stderr)
+            say(f"shardwise: warning: {adapters.warning}")
         return adapters.model
     adapted = model.replace(lora=Lora.parse(args.lora))
     blueprint(adapted)  # raises for targets that it has not

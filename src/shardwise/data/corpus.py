@@ -80,6 +80,8 @@ class Corpus:
     document_counts: dict[str, int]
     shape: Shape = "text"
     """What a document is: a text, a dialogue (chat) or a pair of dialogues (pairs)."""
+    notes: tuple[str, ...] = ()
+    """What a reader of any run should know: files that were skipped, and which tokens of dialogues count."""
 
     @classmethod
     def open(cls, path: Path) -> Corpus:
@@ -89,7 +91,7 @@ class Corpus:
             data = json.loads((path / "corpus.json").read_text())
             if data.pop("format") != FORMAT:
                 raise UserError(f"{path} was prepared by another version of shardwise; prepare the text again")
-            corpus = cls(path=path, **data)
+            corpus = cls(path=path, **data | {"notes": tuple(data.get("notes", ()))})
             expected = {split: corpus.token_counts[split] * np.dtype(corpus.dtype).itemsize for split in SPLITS}
         except FileNotFoundError:
             raise UserError(f"{path} is not a prepared corpus: it has no corpus.json; prepare the text first") from None
@@ -257,6 +259,8 @@ def _place(out: Path, fingerprint: str, say: Progress) -> tuple[str, Corpus | No
             corpus = Corpus.open(out / candidate)
             if corpus.fingerprint == fingerprint:
                 say(f"the text is prepared already: {out / candidate}")
+                for line in corpus.notes:
+                    say(line)
                 return candidate, corpus
         except UserError as error:
             say(f"not used: {error}")
@@ -315,16 +319,19 @@ class _Preparation:
             for index, ids in encoded:
                 files.add(index, ids)
             files.finish(divides=dialogues is None)
+        tokens, documents, notes = files.tokens, files.documents, []
         if self.skipped:
-            self.say(f"skipped {len(self.skipped)} of {len(self.source.files)} files, such as {self.skipped[0]}")
-        tokens, documents = files.tokens, files.documents
+            notes.append(f"skipped {len(self.skipped)} of {len(self.source.files)} files, such as {self.skipped[0]}")
+        if dialogues is not None:
+            notes.append(dialogues.summary(sum(documents.values())))
+        for line in notes:
+            self.say(line)
         if dialogues is None:
             self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
-        else:
-            self.say(dialogues.summary(sum(documents.values())))
         corpus = Corpus(
-            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents, shape
-        )
+            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents, shape,
+            tuple(notes),
+        )  # fmt: skip
         data = {"format": FORMAT, **asdict(corpus)}
         del data["path"]
         (folder / "corpus.json").write_text(json.dumps(data, indent=1) + "\n")
