@@ -174,6 +174,12 @@ class ClassRun(TrainingRun):
             pairs: Any = batches.sampler
             pairs.reference = np.array(made[split])
 
+    def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
+        """As of `TrainingRun`. Shapes of messages are known before a step, which may be the first one, is measured."""
+        made = super()._micro_batches(step, key)
+        self.program.learn_shapes(self.program.minimized, [rows_of(*pair) for pair in made])
+        return made
+
     def train(self) -> dict[str, Any]:
         """As of `TrainingRun`; the reference is kept first."""
         if self.record and self.config.minimized.kind == "dpo":
