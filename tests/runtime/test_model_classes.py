@@ -15,7 +15,7 @@ from harness.class_jobs import CUT, LAYOUT, PIPED, at_full_width, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
-from shardwise.errors import UserError
+from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
@@ -68,6 +68,14 @@ def test_a_tiny_configuration_whose_sizes_cannot_shrink_alone_is_its_own_small_o
     assert model.small(Layout.parse("tp=2")).config.mamba_d_head == 32
     with pytest.raises(UserError, match=r"^tiny: transformers cannot read.*Mamba head state do not match"):
         ClassModel({"model_type": "falcon_h1", **sizes, "mamba_d_head": 16}, "tiny")()
+
+
+def test_heads_that_tp_does_not_divide_are_named_before_a_job() -> None:
+    """A plan that is found in place of the published one must run, too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = ClassModel({"model_type": "granite", **sizes, "num_key_value_heads": 2, "vocab_size": 64}, "g")
+    with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 of num_key_value_heads .* valid tp: 1, 2$"):
+        model.split(Layout.parse("tp=4"), 32)
 
 
 def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

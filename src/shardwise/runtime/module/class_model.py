@@ -356,8 +356,11 @@ class ClassModel:
         if layout.ep > 1 and not experts:
             raise reason
         try:
-            plan = suggest(self.blank(dtype=_traced_dtype()), example)
-            return {**(matching(module, experts) if layout.ep > 1 else {}), **plan}
+            suggested = suggest(self.blank(dtype=_traced_dtype()), example)
+            plan = {**(matching(module, experts) if layout.ep > 1 else {}), **suggested}
+            if (other := why_not(blank, plan, example, layout.tp)) is not None:
+                raise other
+            return plan
         except UserError as other:
             raise (reason if isinstance(reason, LayoutError) else other) from None
 
