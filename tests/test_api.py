@@ -372,6 +372,7 @@ def test_another_optimizer_needs_no_more_than_the_checkpoint_has(ranks):
 
 @pytest.mark.parametrize("fate", ["unchanged", "changed", "deleted"])
 def test_a_resumed_run_keeps_its_text(ranks, fate):
+    Path("text/x.bin").write_bytes(b"\0")
     first = begun(ranks)
     told = json.loads(Path("runs/a/checkpoints/step-2/manifest.json").read_text())["about"]
     assert told["corpus_fingerprint"] == Corpus.open(Path(first.corpus)).fingerprint
@@ -383,7 +384,9 @@ def test_a_resumed_run_keeps_its_text(ranks, fate):
     again = resumed(ranks, lines)
     assert (again.corpus, again.corpus_fingerprint) == (first.corpus, first.corpus_fingerprint)
     assert again.former_corpus is None
-    assert lines == [f"the text is the run's own, in {first.corpus}; for other text give --data"]
+    own, skipped = lines
+    assert own == f"the text is the run's own, in {first.corpus}; for other text give --data"
+    assert skipped.startswith("skipped 1 of") and "x.bin" in skipped
 
 
 def test_other_text_is_asked_for_and_what_it_means_is_said(ranks):

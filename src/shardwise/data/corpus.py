@@ -258,8 +258,7 @@ def _place(out: Path, fingerprint: str, say: Progress) -> tuple[str, Corpus | No
         try:
             corpus = Corpus.open(out / candidate)
             if corpus.fingerprint == fingerprint:
-                say(f"the text is prepared already: {out / candidate}")
-                for line in corpus.notes:
+                for line in (f"the text is prepared already: {out / candidate}", *corpus.notes):
                     say(line)
                 return candidate, corpus
         except UserError as error:

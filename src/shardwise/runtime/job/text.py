@@ -75,7 +75,8 @@ def _kept(config: TrainConfig, progress: Progress) -> Corpus:
                 f"the run's corpus {path} is gone or damaged and cannot be prepared again from {config.data}: {error}; "
                 "name the text to train on with --data"
             ) from None
-    progress(f"the text is the run's own, in {path}; for other text give --data")
+    for line in (f"the text is the run's own, in {path}; for other text give --data", *corpus.notes):
+        progress(line)
     return corpus
 
 
