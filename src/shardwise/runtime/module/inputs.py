@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -56,11 +57,17 @@ def usual_masks(example: Any) -> Iterator[None]:
     """While inputs have no values, positions that the example does not give count up, so that no row is packed.
 
     `transformers.masking_utils.find_packed_sequence_indices` looks for packed sequences in the positions, and on fake
-    tensors takes all rows as packed, which has a mask where a step has none.
+    tensors takes all rows as packed, which has a mask where a step has none. Nor does torch print the traceback of an
+    operation that fails without values, beside the error that it raises.
     """
     given = example.get("position_ids") if isinstance(example, Mapping) else getattr(example, "positions", None)
-    with nullcontext() if given is not None else unpacked():
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with nullcontext() if given is not None else unpacked():
+            yield
+    finally:
+        log.disabled = disabled
 
 
 @contextmanager
