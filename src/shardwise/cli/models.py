@@ -55,6 +55,10 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
     )
     if getattr(args, "lora", None) is None:
         return model
+    if runs and (model.experts or model.latent_attention):  # which decoders here train whole
+        from shardwise.runtime.job.losses import by_class
+
+        model = by_class(model)
     if (folder := adapters_of(args)) is not None:
         from shardwise.checkpoint.huggingface import PeftAdapters
 
