@@ -133,18 +133,10 @@ class Corpus:
 
 
 def prepare(
-    source: str,
-    out: Path,
-    *,
-    tokenizer: Path | None,
-    vocab: int,
-    kept: Path | None = None,
-    only: str | None = None,
-    validation_fraction: float = 0.05,
-    max_bytes: int | None = None,
-    text_field: str = "text",
+    source: str, out: Path, *, tokenizer: Path | None, vocab: int, kept: Path | None = None, only: str | None = None,
+    validation_fraction: float = 0.05, max_bytes: int | None = None, text_field: str = "text",
     progress: Progress | None = None,
-) -> Corpus:
+) -> Corpus:  # fmt: skip
     """Turn text into a corpus in a folder of its own below `out`, or open the one that is there already.
 
     source: see `sources`. tokenizer: a `tokenizer.json`; None trains byte-level BPE of `vocab` tokens on the text.
@@ -323,10 +315,9 @@ class _Preparation:
             notes.append(f"skipped {len(self.skipped)} of {len(self.source.files)} files, such as {self.skipped[0]}")
         if dialogues is not None:
             notes.append(dialogues.summary(sum(documents.values())))
-        for line in notes:
+        said = f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents"
+        for line in (*notes, *([said] if dialogues is None else [])):
             self.say(line)
-        if dialogues is None:
-            self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
         corpus = Corpus(
             folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents, shape,
             tuple(notes),

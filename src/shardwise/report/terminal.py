@@ -35,8 +35,7 @@ def wrap(text: str, width: int) -> str:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """`text` in lines as wide as `COLUMNS`, or as the terminal behind a stream; as it is where neither is known. A word
-    stays whole, since it may be a path."""
+    """`text` in lines as wide as `COLUMNS`, or a stream's terminal, or else as it is. No word is cut."""
     width = os.environ.get("COLUMNS", "")
     columns = int(width) if width.isdigit() else os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     if not columns:

@@ -9,13 +9,11 @@ from typing import Any, TextIO
 from shardwise.report.terminal import fitted
 
 
-def say(line: str, stream: TextIO | None = None) -> None:
-    """Write a line to standard error, or to `stream`, as wide as its terminal; a reader that has left ends nothing
-    here."""
-    stream = stream or sys.stderr
-    if stream is not None:
+def say(line: str) -> None:
+    """Write a line to standard error, as wide as its terminal; a reader that has left ends nothing here."""
+    if sys.stderr is not None:
         with suppress(OSError):
-            print(fitted(line, stream), file=stream, flush=True)
+            print(fitted(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def rewrite_line(words: str) -> bool:

@@ -104,16 +104,10 @@ def _prepared(config: TrainConfig, progress: Progress, only: str | None = None) 
         if alone:
             remove_unfinished(corpora)
         return prepare(
-            config.data,
-            corpora,
-            tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
-            vocab=config.model.vocab,
-            kept=_found(config, former) / "tokenizer.json" if former else None,
-            max_bytes=config.max_bytes,
-            text_field=config.text_field,
-            only=only,
-            progress=progress,
-        )
+            config.data, corpora, tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
+            vocab=config.model.vocab, kept=_found(config, former) / "tokenizer.json" if former else None,
+            max_bytes=config.max_bytes, text_field=config.text_field, only=only, progress=progress,
+        )  # fmt: skip
 
 
 def _say_change(config: TrainConfig, corpus: Corpus, progress: Progress) -> bool:

@@ -49,12 +49,8 @@ REFERENCE = "reference.json"
 class ClassProgram(ModuleProgram):
     """What `TrainProgram` is to a decoder here, for a class of transformers: it takes the batches of a run's text."""
 
+    compile_seconds = None  # blocks are compiled where they first run
     minimized: Loss = staticmethod(token_loss)
-
-    @property
-    def compile_seconds(self) -> float | None:
-        """As of `TrainProgram`: not known, since blocks are compiled where they first run."""
-        return 0.0 if self.plan.layout.compile == "off" else None
 
     def step(  # type: ignore[override]
         self, micro_batches: list[tuple[Batch, Tensor]], lr: float, agrees: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,12 +62,11 @@ def usual_masks(example: Any) -> Iterator[None]:
     """
     given = example.get("position_ids") if isinstance(example, Mapping) else getattr(example, "positions", None)
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
-    try:
-        with nullcontext() if given is not None else unpacked():
-            yield
-    finally:
-        log.disabled = disabled
+    with ExitStack() as until:
+        until.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
+        until.enter_context(nullcontext() if given is not None else unpacked())
+        yield
 
 
 @contextmanager
