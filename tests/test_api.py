@@ -20,6 +20,7 @@ from shardwise.calls import in_python
 from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
+from shardwise.model.lora import Lora
 from shardwise.report import StepReport
 from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed
@@ -97,6 +98,12 @@ def test_a_run_from_text_to_result(ranks):
     assert result.predicted.source == "predicted" and result.predicted.cluster == "2xCPU"
     with pytest.raises(UserError, match="measured"):
         _ = result.report
+
+
+def test_a_random_base_is_said(ranks):
+    lines: list[str] = []
+    shardwise.train(MODEL.replace(lora=Lora(2)), "dp=1", workload=WORKLOAD, data="text", steps=2, progress=lines.append)
+    assert lines[0] == "warning: adapters of a random base: give its weights with --weights"
 
 
 def test_a_result_prints(ranks):

@@ -126,11 +126,6 @@ def test_a_dropout_that_is_left_out_is_said_once_by_each_command(root: Path) -> 
         assert done.stderr.count("dropped has lora_dropout=0.25: it trains without it") == 1, done.stderr
 
 
-def test_a_random_base_is_said(root: Path) -> None:
-    done = shardwise("train", "tiny-llama", "--data", "nowhere", "--lora", "rank=3", folder=root, code=2)
-    assert "adapters of a random base" in done.stderr
-
-
 @from_table
 def test_mistakes_are_one_line(root: Path, words: tuple[str, ...], message: str) -> None:
     done = shardwise(*words, folder=root, code=2)

@@ -142,11 +142,8 @@ def _request(args: TrainOptions) -> dict[str, Any]:
     vocab = {} if args.vocab is None else {"vocab": args.vocab}
     model, layout = model_of(args, runs=True), Layout.of(args.layout or "dp=1")
     usual = usual_training(model, args.seq, args.batch, layout.dp * layout.micro)
-    notes = [f"assumed: {note}" for note in usual.notes]
-    if args.lora is not None and args.weights is None:
-        notes.append("shardwise: warning: adapters of a random base: give its weights with --weights")
-    for note in notes if os.environ.get("RANK", "0") == "0" else ():
-        say(note)
+    for note in usual.notes if os.environ.get("RANK", "0") == "0" else ():
+        say(f"assumed: {note}")
     workload = Workload(**given(args, Workload) | {"seq": usual.seq, "batch": usual.batch})
     optimizer = OptimizerConfig(**given(args, OptimizerConfig))
     whole: dict[str, Any] = {"model": model, "workload": workload, "optimizer": optimizer}
