@@ -20,6 +20,7 @@ from shardwise.calls import in_python
 from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
+from shardwise.model.lora import Lora
 from shardwise.report import StepReport
 from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed
@@ -97,6 +98,12 @@ def test_a_run_from_text_to_result(ranks):
     assert result.predicted.source == "predicted" and result.predicted.cluster == "2xCPU"
     with pytest.raises(UserError, match="measured"):
         _ = result.report
+
+
+def test_a_random_base_is_said(ranks):
+    lines: list[str] = []
+    shardwise.train(MODEL.replace(lora=Lora(2)), "dp=1", workload=WORKLOAD, data="text", steps=2, progress=lines.append)
+    assert lines[0] == "warning: adapters of a random base: give its weights with --weights"
 
 
 def test_a_result_prints(ranks):
@@ -372,6 +379,7 @@ def test_another_optimizer_needs_no_more_than_the_checkpoint_has(ranks):
 
 @pytest.mark.parametrize("fate", ["unchanged", "changed", "deleted"])
 def test_a_resumed_run_keeps_its_text(ranks, fate):
+    Path("text/x.bin").write_bytes(b"\0")
     first = begun(ranks)
     told = json.loads(Path("runs/a/checkpoints/step-2/manifest.json").read_text())["about"]
     assert told["corpus_fingerprint"] == Corpus.open(Path(first.corpus)).fingerprint
@@ -383,7 +391,9 @@ def test_a_resumed_run_keeps_its_text(ranks, fate):
     again = resumed(ranks, lines)
     assert (again.corpus, again.corpus_fingerprint) == (first.corpus, first.corpus_fingerprint)
     assert again.former_corpus is None
-    assert lines == [f"the text is the run's own, in {first.corpus}; for other text give --data"]
+    own, skipped = lines
+    assert own == f"the text is the run's own, in {first.corpus}; for other text give --data"
+    assert skipped.startswith("skipped 1 of") and "x.bin" in skipped
 
 
 def test_other_text_is_asked_for_and_what_it_means_is_said(ranks):

@@ -178,7 +178,7 @@ def run(config: TrainConfig, launch: LaunchConfig | None = None, *, series: bool
     _check_fits(config)
     if launch.port:
         check_port(launch.port)
-    for line in (*_of_resume(config), *suited(replace(config.layout, attention="sdpa"), config.model)[1]):
+    for line in (*_surprises(config), *suited(replace(config.layout, attention="sdpa"), config.model)[1]):
         launch.progress(line)
     with _claimed(config, series=series) as config:
         ending, config = restart.until_done(with_corpus(config, launch.progress), launch)
@@ -217,7 +217,7 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
             _check_out(request)
         if first:
             claim.enter_context(_claimed(request, again))
-        for line in [] if again else _of_resume(request):
+        for line in [] if again else _surprises(request):
             tell(line)
         if again:
             restart.check_not_diverged(request)
@@ -359,10 +359,12 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     return config
 
 
-def _of_resume(config: TrainConfig) -> Iterator[str]:
-    """What a resumed run does otherwise than may be expected: newer checkpoints that it leaves out, and a learning rate
-    whose schedule has changed."""
+def _surprises(config: TrainConfig) -> Iterator[str]:
+    """What a run does otherwise than may be expected: adapters of a random base, newer checkpoints that a resumed run
+    leaves out, and a learning rate whose schedule has changed."""
     if config.resume is None:
+        if config.model.lora and not config.weights:
+            yield "warning: adapters of a random base: give its weights with --weights"
         return
     from shardwise.checkpoint import Checkpoint, unfinished
 

@@ -21,6 +21,13 @@ class NotFiniteError(UserError):
     """Weights or optimizer state that are not finite, and so were not saved."""
 
 
+def brief(error: BaseException, most: int = 240) -> str:
+    """Another library's error as one line of at most `most` characters, cut between words."""
+    from textwrap import shorten
+
+    return shorten(str(error), most, placeholder=" ...") or type(error).__name__
+
+
 def file_limit(error: BaseException) -> str:
     """The line for an error that is a limit on open files, whichever library met it; empty for any other."""
     text = "Too many open files"

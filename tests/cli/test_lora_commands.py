@@ -97,6 +97,8 @@ def test_trap_35_pefts_folder_and_back(root: Path) -> None:
     assert stored[key].shape[0] == 3 and stored[key].dtype == np.float32
     config = json.loads((root / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 12, str(root / "base"))
+    alone = shardwise("generate", "adapters", "--prompt", "a", folder=root, code=2).stderr
+    assert "adapters alone: `checkpoint merge`" in alone
     result("checkpoint", "merge", "adapters", "--base", "base", "--out", "again", "--dtype", "float32", folder=root)
     result("checkpoint", "merge", "lora", "--out", "once", "--dtype", "float32", folder=root)
     assert (root / "again" / "model.safetensors").read_bytes() == (root / "once" / "model.safetensors").read_bytes()

@@ -312,6 +312,8 @@ def test_progress_and_what_was_skipped(texts, tmp_path):
     skipped = f"skipped 1 of {len([*texts.iterdir()])} files, such as x.bin: is binary (NUL at byte 0)"
     assert f"{skipped}; give files of UTF-8 text" in lines
     assert lines[-1].endswith("in 40 documents")
+    _, again = lines_of(texts, tmp_path / "out", vocab=5000)
+    assert again[1:] == [f"{skipped}; give files of UTF-8 text"]
 
 
 def test_a_bad_record_is_reported_while_the_tokenizer_trains(tmp_path):

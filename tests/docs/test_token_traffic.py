@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quoted.tokens import (
-    block_bytes,
-    boundary_bytes,
-    read_seconds,
-    received_bytes,
-    stored_bytes,
-    summed_bytes,
-)
+from quoted.tokens import block_bytes, boundary_bytes, read_seconds, received_bytes, stored_bytes, summed_bytes
 from shardwise.cluster import Device
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan

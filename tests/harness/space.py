@@ -102,9 +102,7 @@ def _model_of(draw: dict[str, Any], layout: Layout) -> ModelConfig:
     than two, none of one token (scores then have no gradient, and Adam makes updates of what bf16 rounds); losses of
     experts, and a bound on an expert's tokens."""
     model, chunks = (MODELS | EXPERT_MODELS)[draw["model"]], layout.pp * layout.virtual
-    changes: dict[str, Any] = {
-        "layers": sum(layout.stages) or (chunks + chunks % 3 if layout.pp > 1 else model.layers),
-    }
+    changes: dict[str, Any] = {"layers": sum(layout.stages) or (chunks + chunks % 3 if layout.pp > 1 else model.layers)}
     if draw["window"] != "model's":
         chunk = SequenceCut.of(layout, draw["seq"]).local // 2
         lengths = {"in a chunk": max(2, chunk - 1), "in two": chunk + 1, "long": 2 * chunk + 1}

@@ -79,10 +79,7 @@ def test_a_message_that_can_go_does_not_wait_for_one_that_cannot():
     """Rank 2's port is busy with rank 1 until 3; rank 0 meanwhile sends to rank 3."""
     played = play(
         program(
-            [send(2, elements=2), send(3)],
-            [send(2, elements=3)],
-            [recv(1, elements=3), recv(0, elements=2)],
-            [recv(0)],
+            [send(2, elements=2), send(3)], [send(2, elements=3)], [recv(1, elements=3), recv(0, elements=2)], [recv(0)]
         ),
         Unit(),
     )

@@ -78,16 +78,9 @@ def test_two_hosts_train_as_one_and_send_what_is_predicted(runs: Path, tmp_path:
 def test_generation_on_two_hosts_gives_the_tokens_of_one(runs: Path, tmp_path: Path) -> None:
     trained(runs, "model", "dp=1", dict(os.environ))
     words = [
-        "generate",
-        str(runs / "model"),
-        "--prompt",
-        "12 is one",
-        "--max-new-tokens",
-        "8",
-        "--layout",
-        "tp=2",
+        "generate", str(runs / "model"), "--prompt", "12 is one", "--max-new-tokens", "8", "--layout", "tp=2",
         "--json",
-    ]
+    ]  # fmt: skip
     here = forked.shardwise(*words, environment=os.environ, timeout=LIMIT)
     with two_hosts(tmp_path) as (network, environment):
         there = forked.shardwise(*words, environment=environment, timeout=LIMIT)

@@ -21,8 +21,7 @@ from shardwise.model.shapes.reading import families
 ROWS = [
     row
     for row in map(
-        json.loads,
-        lzma.decompress(Path(__file__).with_name("published_models.jsonl.xz").read_bytes()).splitlines(),
+        json.loads, lzma.decompress(Path(__file__).with_name("published_models.jsonl.xz").read_bytes()).splitlines()
     )
     if language_model(row["config"], "")[0] in families()
 ]

@@ -1,8 +1,10 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from harness.cases import from_table
+from shardwise.cli.models import model_of
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
@@ -10,6 +12,7 @@ from shardwise.model.catalog import get
 from shardwise.model.flops import forward_flops_per_token, training_flops_per_token
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import blueprint, count, count_trained
+from shardwise.model.shapes.reader import read_shapes
 
 
 def test_text_and_back() -> None:
@@ -69,3 +72,21 @@ def test_targets_by_either_name() -> None:
     assert ours == theirs
     with pytest.raises(UserError, match="did you mean q_proj"):
         blueprint(model.replace(lora=Lora(4, targets=("q_prj",))))
+
+
+def test_a_convolution_is_no_linear_map() -> None:
+    """Falcon-H1's in Mamba has 4 elements per channel, which no block of NF4 divides."""
+    model = read_shapes({"model_type": "falcon_h1"}, "f", "f", "a test")
+    parts = blueprint(model.replace(lora=Lora(4, base="nf4"))).of_kind("block")
+    trained = {p.name for p in parts[0].parameters if not p.frozen}
+    narrow = {p.name for p in parts[0].parameters if p.dtype == "nf4" and p.name.endswith(".weight")}
+    assert {"mamba.in_proj.lora_a", "self_attn.q_proj.lora_b"} <= trained and "mamba.in_proj.weight" in narrow
+    assert not any("conv1d" in name for name in trained | narrow)
+
+
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
+def test_a_run_has_adapters_of_what_no_decoder_here_adapts_by_its_class(name: str) -> None:
+    args = SimpleNamespace(model=name, set=[], lora="rank=4,targets=o_proj")
+    assert model_of(args, runs=True).counted
+    with pytest.raises(UserError, match="no adapters for"):
+        model_of(args)

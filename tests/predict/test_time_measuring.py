@@ -7,19 +7,7 @@ import numpy as np
 import pytest
 
 from harness.cases import from_table
-from harness.measured_cpu import (
-    AXIS,
-    LENGTHS,
-    MODEL,
-    RATES,
-    SIZES,
-    TURNS,
-    attended,
-    cluster,
-    device,
-    samples,
-    took,
-)
+from harness.measured_cpu import AXIS, LENGTHS, MODEL, RATES, SIZES, TURNS, attended, cluster, device, samples, took
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.cluster.writing import to_toml
 from shardwise.errors import UserError
@@ -93,11 +81,7 @@ def test_passes_are_counted_as_the_block_counts_them(dtype):
     """With one operation slow and the others free, a block takes as long as its share of the samples."""
     rows, width = 64, {"float32": 4.0, "bfloat16": 2.0}[dtype]
     shape = Shape(1, rows, 1, rows, rows, dtype=dtype)
-    elements = {
-        "norm": 2 * rows * MODEL.hidden,
-        "activation": rows * MODEL.ffn,
-        "rotation": rows * 2 * MODEL.hidden,
-    }
+    elements = {"norm": 2 * rows * MODEL.hidden, "activation": rows * MODEL.ffn, "rotation": rows * 2 * MODEL.hidden}
     elements["loss"] = rows * MODEL.vocab
     known = constants(device())
     free = {name: 1e12 for name in known.values if name.startswith("stream")}

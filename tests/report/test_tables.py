@@ -131,11 +131,7 @@ def test_names_are_not_markup():
 @settings(max_examples=25)
 @given(reports(), reports(), st.integers(40, 160))
 def test_any_reports_can_be_shown(a, b, width):
-    for table in (
-        memory_table(a),
-        ledger_table(a),
-        comparison_tables(compare(a, b)),
-    ):
+    for table in (memory_table(a), ledger_table(a), comparison_tables(compare(a, b))):
         assert shown(table, width) is not None
 
 

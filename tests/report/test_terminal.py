@@ -1,12 +1,16 @@
 """Text and tables at the width of a terminal: layouts break between keys, columns that do not fit are named."""
 
+import io
+import os
+import termios
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from shardwise.report.table import Column, FittedTable
-from shardwise.report.terminal import wrap
+from shardwise.report.terminal import fitted, wrap
 
 LAYOUT = "tp=2,pp=8,cp=4,zero=1,sp,schedule=interleaved,virtual=10,recompute=selective"
 COLUMNS = (Column("layout", left=True, wraps=True), Column("step"), Column("range", drop=2), Column("MFU", drop=1))
@@ -31,6 +35,20 @@ def test_lines_end_between_words_and_between_keys():
 
 def test_an_indented_line_continues_further_in():
     assert wrap("  one two three\nfour five six", 9).split("\n") == ["  one two", "    three", "four five", "six"]
+
+
+def test_a_line_of_progress_is_as_wide_as_its_terminal(monkeypatch):
+    """In a pipe it is whole, and a path always."""
+    path = "/a/folder/of/a/run/whose/name/is/long"
+    text = f"the text is prepared already: {path}"
+    assert fitted(text, io.StringIO()) == text
+    monkeypatch.setenv("COLUMNS", "20")
+    assert fitted(text, io.StringIO()).split("\n") == ["the text is prepared", "  already:", f"  {path}"]
+    monkeypatch.delenv("COLUMNS")
+    control, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 30))
+    with open(terminal, "w") as stream, open(control):
+        assert fitted(text, stream).startswith("the text is prepared already:\n")
 
 
 @given(st.integers(60, 200))

@@ -147,7 +147,7 @@ WITHOUT_AND_WITH_GRADIENTS = 2
         # norm | maps | heads and core | map | residual and norm | maps | activation | map | residual
         *some_of(
             [("tp=2,sp", 5), ("dp=2,zero=3,recompute=selective,attention=math", 1), ("recompute=full", 1)], 1, "graphs"
-        ),
+        )
     ],
 )
 def test_blocks_are_compiled_once_for_all(layout: str, pieces: int) -> None:

@@ -14,13 +14,7 @@ from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise.decoder import random
 from shardwise.emulate import measured_step
-from shardwise.emulate.measured_step import (
-    MeasuredStep,
-    ShareSettings,
-    check_memory,
-    measure_step,
-    plan_shares,
-)
+from shardwise.emulate.measured_step import MeasuredStep, ShareSettings, check_memory, measure_step, plan_shares
 from shardwise.emulate.share import ShareRun
 from shardwise.emulate.share_composition import differences, meeting, stage_times
 from shardwise.emulate.share_job import Share, ShareJob, ShareStep, ShareWait

@@ -15,6 +15,7 @@ from harness.class_jobs import CUT, LAYOUT, PIPED, at_full_width, check, resumed
 from harness.today import some_of
 from shardwise.api import TrainResult
 from shardwise.checkpoint import find
+from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.report.compare import compare
 from shardwise.runtime.module.class_model import ROUNDED, ClassModel
@@ -58,6 +59,23 @@ def test_a_class_trains_in_a_pipeline_and_with_cut_sequences(family: str, layout
 @pytest.mark.parametrize("family", some_of(FAMILIES, 2, "resumed classes"))
 def test_a_class_resumes_under_another_layout(family: str, tmp_path: Path) -> None:
     assert resumed(family, (LAYOUT, "dp=2,zero=1"), tmp_path) < ROUNDED
+
+
+def test_a_tiny_configuration_whose_sizes_cannot_shrink_alone_is_its_own_small_one() -> None:
+    """Falcon-H1 rejects heads that do not fill Mamba's inner width, and says so once, whole."""
+    sizes = {"hidden_size": 64, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "num_hidden_layers": 2}
+    model = ClassModel({"model_type": "falcon_h1", **sizes}, "tiny")
+    assert model.small(Layout.parse("tp=2")).config.mamba_d_head == 32
+    with pytest.raises(UserError, match=r"^tiny: transformers cannot read.*Mamba head state do not match"):
+        ClassModel({"model_type": "falcon_h1", **sizes, "mamba_d_head": 16}, "tiny")()
+
+
+def test_heads_that_tp_does_not_divide_are_named_before_a_job() -> None:
+    """A plan that is found in place of the published one must run, too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = ClassModel({"model_type": "granite", **sizes, "num_key_value_heads": 2, "vocab_size": 64}, "g")
+    with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 of num_key_value_heads .* valid tp: 1, 2$"):
+        model.split(Layout.parse("tp=4"), 32)
 
 
 def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -112,9 +130,11 @@ def assert_equal_logits(made: Path, folder: Path) -> None:
         assert torch.equal(opened.eval()(**inputs).logits, trained.eval()(**inputs).logits)
     done = shardwise(
         *("train", "--weights", "hub", "--layout", "pp=2,precision=fp32", "--steps", "1", "--data", "text.txt"),
-        *("--seq", "16", "--batch", "4", "--no-tensorboard", "--out", "three"), folder=folder,
+        *("--seq", "16", "--batch", "4", "--no-tensorboard", "--report", "--out", "three"), folder=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    # The shapes of messages are exchanged before a step is measured, even the first one.
+    assert '"messages"' not in (folder / "three" / "reports" / "measured.json").read_text()
     before, after = (TrainResult.read(folder / name).summary for name in ("two", "three"))
     assert after["first_validation_loss"] == pytest.approx(before["validation_loss"], rel=1e-3)
 

@@ -1,5 +1,7 @@
 """`suggest`: the plans that `transformers` publishes, found without them, and plans where none is published."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from harness.own_modules import _SMALL, FAMILIES, OWN, gpt2, own_batch, token_ex
 from harness.pool import RankFailed
 from shardwise import UserError, suggest, verify
 from shardwise.layout.styles import style_of
+from shardwise.runtime.module.suggest import why_not
 
 
 def mistral() -> nn.Module:
@@ -144,6 +147,26 @@ def test_sizes_in_a_modules_code_are_found_by_running_it():
     assert "its module cannot compute with a part of them (shape '[" in plan.exchanged["q"]
     result = verdict(Fixed, "tp=2", x, plan)
     assert result, str(result)
+
+
+class Biased(nn.Module):
+    """A sum with a buffer that a part of the map's outputs does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.register_buffer("offset", torch.zeros(1, 8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)[:, :, None, None].expand(-1, -1, 3, 3) + self.offset
+
+
+def test_a_plan_that_does_not_run_has_a_reason_and_torch_prints_nothing(caplog):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    reason = why_not(Biased(), {"blocks.0": "column"}, torch.zeros(2, 8), 2)
+    log.removeHandler(caplog.handler)
+    assert "Biased does not run with its plan" in str(reason) and not caplog.records
 
 
 def test_a_plan_goes_to_verify_as_it_is(monkeypatch):

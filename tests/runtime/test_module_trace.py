@@ -227,11 +227,7 @@ def twice(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (
-            lambda: ByValue(6, 6),
-            {},
-            r"ByValue cannot be traced: it decides by the values of tensors .*split",
-        ),
+        (lambda: ByValue(6, 6), {}, r"ByValue cannot be traced: it decides by the values of tensors .*split"),
         (lambda: ByRows(6, 6), {}, r"it runs other operations for other numbers of rows; split and verify"),
         (lambda: Failing(6, 6), {}, r"Failing cannot be traced: RuntimeError: .*; split and verify"),
         (lambda: 3, {}, r"trace takes an nn.Module or a function that builds one, not int"),

@@ -9,10 +9,7 @@ from test_survival import STEPS, Attempt, run, undisturbed
 from harness.today import some_of
 
 pytestmark = pytest.mark.usefixtures("leftovers")
-LAYOUTS = {
-    "dp=2,zero=3,precision=fp32": "offload=nvme,offload_params=nvme",
-    "precision=fp32": "offload=nvme",
-}
+LAYOUTS = {"dp=2,zero=3,precision=fp32": "offload=nvme,offload_params=nvme", "precision=fp32": "offload=nvme"}
 LOADS = 4  # of the model of test_survival: two blocks, embedding and head
 
 

@@ -35,16 +35,16 @@ def test_the_schedule_is_extended_or_kept_and_that_is_said(root: Path, tmp_path:
     shutil.copytree(root / "run", out)
     extended, kept = (api.configure_resumed(out, steps=20, schedule=each) for each in ("extend", "keep"))
     assert api.configure_resumed(out, steps=20) == extended
-    (line,) = api._of_resume(extended)
+    (line,) = api._surprises(extended)
     assert "step 11 is 0.000628, that of step 10 was 0.000134: its schedule is of 20 steps now, not 10" in line
-    assert not [*api._of_resume(kept)] and kept.learning_rate(10) == kept.learning_rate(19) == pytest.approx(1e-4)
+    assert not [*api._surprises(kept)] and kept.learning_rate(10) == kept.learning_rate(19) == pytest.approx(1e-4)
     said = shardwise("train", "--resume", out, "--steps", 12, "--schedule", "keep")
     assert "learning rate" not in said.stderr
     assert [losses(out, "lr")[step] for step in (11, 12)] == [pytest.approx(1e-4)] * 2
     # A run that keeps its schedule goes on keeping it, until it is told otherwise.
     assert api.configure_resumed(out, steps=14).schedule_steps == 10
     again = api.configure_resumed(out, steps=14, schedule="extend")
-    assert again.schedule_steps == 0 and len([*api._of_resume(again)]) == 1
+    assert again.schedule_steps == 0 and len([*api._surprises(again)]) == 1
 
 
 def test_a_new_run_has_no_schedule_to_keep() -> None:
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_was_cut_off_is_named(root: Path, tmp_path: Path) -> N
     shutil.copytree(root / "run", out)
     shutil.copytree(out / "checkpoints" / "step-10", out / "checkpoints" / "step-11")
     (out / "checkpoints" / "step-11" / "manifest.json").unlink()
-    lines = [*api._of_resume(api.configure_resumed(out, steps=12, schedule="keep"))]
+    lines = [*api._surprises(api.configure_resumed(out, steps=12, schedule="keep"))]
     assert lines == [f"{out / 'checkpoints' / 'step-11'} is unfinished, its save was cut off: resuming step-10"]
 
 

@@ -156,8 +156,7 @@ def test_output_that_nobody_reads_ends_no_run(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "where", "words"),
-    [("kill", "optimizer", "was killed by SIGKILL"), ("raise", "backward", "failed")],
+    ("what", "where", "words"), [("kill", "optimizer", "was killed by SIGKILL"), ("raise", "backward", "failed")]
 )
 def test_who_failed_is_named_with_step_collective_and_peers(runs: Path, what: str, where: str, words: str) -> None:
     done = run(runs, TWO, {"what": what, "rank": 1, "where": where, "step": 5}, restarts=1)

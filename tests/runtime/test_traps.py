@@ -19,14 +19,7 @@ from torch import Tensor
 from harness.apart import Apart, listed
 from harness.apart_checks import assert_as_alone, assert_predicted, blank, trained
 from harness.cases import from_table, table
-from harness.checks import (
-    assert_ledger,
-    assert_memory,
-    assert_parity,
-    assert_replicas_equal,
-    judge,
-    train,
-)
+from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, judge, train
 from harness.expert_jobs import plain_routing
 from harness.experts import settled
 from harness.jobs import RankOutcome, Training
@@ -76,10 +69,7 @@ def at(*changes: dict, count: int = 0) -> pytest.MarkDecorator:
 # -- 2: a tied embedding under ZeRO-3, with a vocabulary that the ranks do not divide
 
 
-@at(
-    {"model": "gpt2", "dp": 3, "zero": 3},
-    {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3, "sp": True, "accumulate": 2},
-)
+@at({"model": "gpt2", "dp": 3, "zero": 3}, {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3, "sp": True, "accumulate": 2})
 def test_trap_02_every_row_of_a_tied_embedding_changes(point: Point) -> None:
     table = next(p for p in parameters(point.case.model) if p.name == "embedding.tokens.weight")
     assert point.case.model.tied and table.shape[0] % point.layout.ranks

@@ -42,9 +42,7 @@ def hierarchical_half(g: int, nodes: int, nbytes: float, intra: Tier, inter: Tie
     """The reduce-scatter or the all-gather of `hierarchical`; the additions of the former are (p - 1)/p nγ besides."""
     across = share(nodes) * nbytes / (nics or g)
     return Terms(
-        (g - 1) * intra.alpha + (nodes - 1) * inter.alpha,
-        share(g) * nbytes * intra.beta + across * inter.beta,
-        0.0,
+        (g - 1) * intra.alpha + (nodes - 1) * inter.alpha, share(g) * nbytes * intra.beta + across * inter.beta, 0.0
     )
 
 

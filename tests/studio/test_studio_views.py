@@ -214,24 +214,8 @@ def test_numbers_are_written_as_python_writes_them(visitor: Any) -> None:
     from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
     values = [
-        0,
-        1,
-        999,
-        999.6,
-        1000,
-        12346,
-        0.5,
-        99.95,
-        9.995,
-        1e9,
-        8.5e10,
-        999.5e9,
-        3.3e15,
-        1e-9,
-        4.2e-7,
-        0.0123,
-        59.96,
-    ]
+        0, 1, 999, 999.6, 1000, 12346, 0.5, 99.95, 9.995, 1e9, 8.5e10, 999.5e9, 3.3e15, 1e-9, 4.2e-7, 0.0123, 59.96,
+    ]  # fmt: skip
     values += [3600.0, 86400.0 * 3, 1e-3 * 999.6, -2.5e-3]
     visitor.open("collectives")
     shown = visitor.page.evaluate(

@@ -6,7 +6,6 @@ A checkpoint is a folder with a manifest.json. A run directory, or its folder of
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
+from shardwise.runtime.job.output import say
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint, TensorDifference
@@ -213,7 +213,7 @@ class ImportCheckpoint(ResumeOptions):
             self.folder, self.out, model_of(self), format=self.format, weights_only=self.weights_only, run=run
         )
         for line in _differences_of_import(manifest):
-            print(f"shardwise: warning: {line}", file=sys.stderr)
+            say(f"shardwise: warning: {line}")
         _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), self.out)
         size = format_bytes(manifest.nbytes)
         lines = [f"wrote {self.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}"]
@@ -242,7 +242,7 @@ def _warn_of_nonfinite(names: Sequence[str], count: int, where: Path) -> None:
     """Say that some of `count` tensors are not finite."""
     if names:
         line = f"{len(names)} of {count} tensors in {where} have NaN or infinite elements, the first being {names[0]}"
-        print(f"shardwise: warning: {_plain(line)}", file=sys.stderr)
+        say(f"shardwise: warning: {_plain(line)}")
 
 
 def _export_foreign(args: ExportCheckpoint) -> int:

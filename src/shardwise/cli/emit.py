@@ -75,16 +75,10 @@ def run(args: EmitOptions) -> int:
         raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
     workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
-        model,
-        layout,
-        workload,
-        _served_of(args, writer),
-        cluster_of(args) if args.cluster else None,
-        args.weights or source_of(args.model),
-        args.engine_version,
-        args.slurm,
+        model, layout, workload, _served_of(args, writer), cluster_of(args) if args.cluster else None,
+        args.weights or source_of(args.model), args.engine_version, args.slurm,
         tuple(f"assumed {note}" for note in assumed),
-    )
+    )  # fmt: skip
     file = write(args.engine, request)
     if request.cluster and writer.serves:
         _check_server(replace(request, layout=file.layout), request.cluster, writer)

@@ -5,7 +5,6 @@ MODEL is a Hugging Face folder, or a checkpoint or run of `shardwise train`, wha
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from shardwise.cli.show.compare_table import StrategyOptions
 from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
+from shardwise.runtime.job.output import say
 from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
@@ -239,4 +239,4 @@ def _write_reports(job: ServingJob, notes: Path, out: Path, quiet: bool) -> None
         report.write(out / f"{name}.json")
         count += 1
     if not quiet:
-        print(f"{count} reports, one per engine step, are in {out}", file=sys.stderr)
+        say(f"{count} reports, one per engine step, are in {out}")

@@ -1,6 +1,5 @@
 """The MODEL argument and its `--set`, for every command that takes a model."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from shardwise.model.hub import OFFLINE
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import Model, blueprint
 from shardwise.records import dataclass
+from shardwise.runtime.job.output import say
 
 
 @dataclass
@@ -55,12 +55,16 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
     )
     if getattr(args, "lora", None) is None:
         return model
+    if runs and (model.experts or model.latent_attention):  # which decoders here train whole
+        from shardwise.runtime.job.losses import by_class
+
+        model = by_class(model)
     if (folder := adapters_of(args)) is not None:
         from shardwise.checkpoint.huggingface import PeftAdapters
 
         adapters = PeftAdapters.open(folder, model.replace(lora=Lora(1, base=_folder(args.lora)[1])))
         if adapters.warning and not runs:
-            print(f"shardwise: warning: {adapters.warning}", file=sys.stderr)
+            say(f"shardwise: warning: {adapters.warning}")
         return adapters.model
     adapted = model.replace(lora=Lora.parse(args.lora))
     blueprint(adapted)  # raises for targets that it has not

@@ -112,8 +112,7 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
         "write the best layout as this engine's configuration (engines: emit --help)", "ENGINE", excludes="lora"
     )
     disaggregated: bool = arg(
-        "with --emit vllm or sglang: write instances for prefill and for decoding on devices apart",
-        needs="serve emit",
+        "with --emit vllm or sglang: write instances for prefill and for decoding on devices apart", needs="serve emit"
     )
     out: str | None = arg("write the plan as JSON, for train --plan; with --emit, its file", "FILE")
     serve: bool = arg(

@@ -80,6 +80,8 @@ class Corpus:
     document_counts: dict[str, int]
     shape: Shape = "text"
     """What a document is: a text, a dialogue (chat) or a pair of dialogues (pairs)."""
+    notes: tuple[str, ...] = ()
+    """What a reader of any run should know: files that were skipped, and which tokens of dialogues count."""
 
     @classmethod
     def open(cls, path: Path) -> Corpus:
@@ -89,7 +91,7 @@ class Corpus:
             data = json.loads((path / "corpus.json").read_text())
             if data.pop("format") != FORMAT:
                 raise UserError(f"{path} was prepared by another version of shardwise; prepare the text again")
-            corpus = cls(path=path, **data)
+            corpus = cls(path=path, **data | {"notes": tuple(data.get("notes", ()))})
             expected = {split: corpus.token_counts[split] * np.dtype(corpus.dtype).itemsize for split in SPLITS}
         except FileNotFoundError:
             raise UserError(f"{path} is not a prepared corpus: it has no corpus.json; prepare the text first") from None
@@ -131,18 +133,10 @@ class Corpus:
 
 
 def prepare(
-    source: str,
-    out: Path,
-    *,
-    tokenizer: Path | None,
-    vocab: int,
-    kept: Path | None = None,
-    only: str | None = None,
-    validation_fraction: float = 0.05,
-    max_bytes: int | None = None,
-    text_field: str = "text",
+    source: str, out: Path, *, tokenizer: Path | None, vocab: int, kept: Path | None = None, only: str | None = None,
+    validation_fraction: float = 0.05, max_bytes: int | None = None, text_field: str = "text",
     progress: Progress | None = None,
-) -> Corpus:
+) -> Corpus:  # fmt: skip
     """Turn text into a corpus in a folder of its own below `out`, or open the one that is there already.
 
     source: see `sources`. tokenizer: a `tokenizer.json`; None trains byte-level BPE of `vocab` tokens on the text.
@@ -256,7 +250,8 @@ def _place(out: Path, fingerprint: str, say: Progress) -> tuple[str, Corpus | No
         try:
             corpus = Corpus.open(out / candidate)
             if corpus.fingerprint == fingerprint:
-                say(f"the text is prepared already: {out / candidate}")
+                for line in (f"the text is prepared already: {out / candidate}", *corpus.notes):
+                    say(line)
                 return candidate, corpus
         except UserError as error:
             say(f"not used: {error}")
@@ -315,16 +310,18 @@ class _Preparation:
             for index, ids in encoded:
                 files.add(index, ids)
             files.finish(divides=dialogues is None)
+        tokens, documents, notes = files.tokens, files.documents, []
         if self.skipped:
-            self.say(f"skipped {len(self.skipped)} of {len(self.source.files)} files, such as {self.skipped[0]}")
-        tokens, documents = files.tokens, files.documents
-        if dialogues is None:
-            self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
-        else:
-            self.say(dialogues.summary(sum(documents.values())))
+            notes.append(f"skipped {len(self.skipped)} of {len(self.source.files)} files, such as {self.skipped[0]}")
+        if dialogues is not None:
+            notes.append(dialogues.summary(sum(documents.values())))
+        said = f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents"
+        for line in (*notes, *([said] if dialogues is None else [])):
+            self.say(line)
         corpus = Corpus(
-            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents, shape
-        )
+            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents, shape,
+            tuple(notes),
+        )  # fmt: skip
         data = {"format": FORMAT, **asdict(corpus)}
         del data["path"]
         (folder / "corpus.json").write_text(json.dumps(data, indent=1) + "\n")

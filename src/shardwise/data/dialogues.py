@@ -53,10 +53,8 @@ class DialogueEncoder:
             texts = self._texts(record, place)
             dialogues = [self._numbers(text, spans, plain) for text, spans, plain in texts]
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
-            what = str(error)
-            if isinstance(error, KeyError):
-                missing = "messages" if self._shape == "chat" else error.args[0]
-                what = f"it has {', '.join(record)} and no {missing}"
+            missing = "messages" if self._shape == "chat" else error.args[0]
+            what = f"it has {', '.join(record)} and no {missing}" if isinstance(error, KeyError) else str(error)
             raise UserError(
                 f"{place} is no dialogue ({what}); messages have a role and content, and all records one shape"
             ) from None
@@ -140,6 +138,11 @@ class DialogueEncoder:
                 f"{place} has messages, but there is no chat template beside {self._file} (chat_template.jinja, or in "
                 "tokenizer_config.json): give --tokenizer the folder of a chat model"
             )
+        for number, message in enumerate(messages, 1):
+            names = message if isinstance(message, dict) else ()
+            if "role" not in names or not {"content", "tool_calls"} & set(names):  # a template may show nothing of it
+                lacks = "role" if "role" not in names else "content"
+                raise TypeError(f"message {number} has {', '.join(map(str, names)) or 'no fields'} and no {lacks}")
         options |= {"tools": record.get("tools"), "chat_template": self._template, **self._names}
         try:
             rendered: Any = render_jinja_template([messages], **options)  # declared as a text

@@ -412,7 +412,8 @@ def _column(place: str, text_field: str, names: list[str], error: type[UserError
 
 def _missing(place: str, text_field: str, present: list[str], error: type[UserError] = UserError) -> UserError:
     names = ", ".join(repr(name[:40]) for name in present[:12]) + (", ..." if len(present) > 12 else "")
-    return error(f"{place} has no field {text_field!r}; name the one with the text (--text-field): {names or 'none'}")
+    line = f"{place} has no field {text_field!r}; name the one with the text (--text-field): {names or 'none'}"
+    return error(f"{line}; dialogues have messages, prompt and completion, or chosen and rejected")
 
 
 def _checked(text: Any, place: str, text_field: str) -> str:

@@ -63,7 +63,9 @@ def names_of_map(weight: Parameter) -> list[str]:
 
 def _maps(part: Part) -> list[Parameter]:
     """The weights of the linear maps of a block, in the order of its operations, and stacked experts."""
-    return [p for p in part.parameters if len(p.shape) == 2 and (p.name.endswith(".weight") or p.cut == "expert")]
+    two = [p for p in part.parameters if len(p.shape) == 2]
+    # Of a convolution per channel a dim of one element is left out.
+    return [p for p in two if p.cut == "expert" or (p.name.endswith(".weight") and "conv" not in p.name.split(".")[-2])]
 
 
 def _adapted(part: Part, lora: Lora) -> Part:

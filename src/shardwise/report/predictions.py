@@ -71,11 +71,7 @@ def prediction_conclusion(a: StepReport, b: StepReport) -> str:
     return f"Compared with A, B {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}."
 
 
-_CLAUSES = {
-    "step": "takes {} time",
-    "peak memory": "needs {} memory per rank",
-    "communicated": "communicates {} bytes",
-}
+_CLAUSES = {"step": "takes {} time", "peak memory": "needs {} memory per rank", "communicated": "communicates {} bytes"}
 
 
 def prediction_tables(a: StepReport, b: StepReport) -> Iterator[Renderable]:

@@ -1,8 +1,9 @@
 """Text that fits a terminal: it wraps between words and between the keys of a layout."""
 
+import os
 import re
 import textwrap
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,3 +32,13 @@ def wrap(text: str, width: int) -> str:
         wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + "  " if indent else "")
         lines += wrapper.wrap(line.lstrip()) or [""]
     return "\n".join(lines)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """`text` in lines as wide as `COLUMNS`, or a stream's terminal, or else as it is. No word is cut."""
+    width = os.environ.get("COLUMNS", "")
+    columns = int(width) if width.isdigit() else os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    if not columns:
+        return text
+    wrapper = _Wrapper(columns, subsequent_indent="  ", break_long_words=False)
+    return "\n".join(part for line in text.split("\n") for part in wrapper.wrap(line) or [""])

@@ -45,7 +45,7 @@ def planned(job: ServingJob) -> ServingJob:
             f"{words} has no generation of a model by its class of transformers yet: choose tp, ep up to tp, pp and dp"
         )
     if job.quantize != "none":
-        raise UserError(f"--int8: {job.model.name} is generated with by its class of transformers, in its precision")
+        raise UserError(f"--int8 does not suit {job.model.name}, which runs by its class of transformers: leave it out")
     split = model.split(layout, 8 * layout.tp)
     check_head(model, split)
     if not _argument(model):

@@ -14,7 +14,6 @@ the engine step's tokens, and on B, the rows whose logits are wanted, alone:
 - pp: a stage sends [T, hidden] to the next one.
 """
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -45,6 +44,7 @@ from shardwise.ops.products import MakeProduct, Plain
 from shardwise.ops.table import lower
 from shardwise.runtime.context.cache import ContextCache, ContextRows, collect
 from shardwise.runtime.expert.exchange import RankExchange
+from shardwise.runtime.job.output import say
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.tensor.redistribute import GatherOutputs, redistribution
@@ -289,7 +289,7 @@ class TokenGenerator:
         self.steps = self._decode_steps() if kernels else None
         without = "Triton's kernels" if kernels else "static shapes"
         self.notices.append(f"decode steps do without {without}: {type(error).__name__}: {str(error)[:300]}")
-        print(self.notices[-1], file=sys.stderr, flush=True)
+        say(self.notices[-1])
         return self.decode(step)
 
     @torch.inference_mode()

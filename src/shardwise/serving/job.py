@@ -164,6 +164,8 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights | None]:
             return described, None
         weights = HuggingFaceWeights.open(folder)
         return _without_dropout(weights.model), weights
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{folder} has adapters alone: `checkpoint merge` of their run adds them to their weights")
     checkpoint: Checkpoint = find(folder)
     model = model_of(checkpoint)
     if model.lora:

@@ -234,16 +234,9 @@ def schedules(draw, most: int = 5) -> PipelineSchedule:
     p, m, v = draw(st.sampled_from(cases))
     options = {"tokens": draw(st.integers(1, 3))} if "tokens" in found.options else {}
     return build(
-        found.name,
-        p,
-        m,
-        v,
-        zero=draw(st.integers(0, 3)),
-        tied=draw(st.booleans()),
-        ahead=draw(st.integers(0, 3)),
-        resident=draw(st.integers(1, 4)),
-        **options,
-    )
+        found.name, p, m, v, zero=draw(st.integers(0, 3)), tied=draw(st.booleans()), ahead=draw(st.integers(0, 3)),
+        resident=draw(st.integers(1, 4)), **options,
+    )  # fmt: skip
 
 
 def mutate(schedule: PipelineSchedule, kind: str, random: Random) -> tuple[PipelineSchedule, list[Action]]:

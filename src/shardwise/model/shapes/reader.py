@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.errors import UserError, nearest
+from shardwise.errors import UserError, brief, nearest
 from shardwise.model.config import ModelConfig
 from shardwise.model.hub import cache_folder
 from shardwise.model.precision import read_precision
@@ -132,14 +132,14 @@ def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, A
             f"transformers: pip install torch transformers; {known}"
         ) from None
     except KeyError:
+        code = "; its code in its repository (auto_map) is not run" if "auto_map" in data else ""
         raise UserError(
-            f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither; {known}"
+            f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither{code}; {known}"
         ) from None
     except Exception as error:
-        line = " ".join(str(error).split())[:160] or type(error).__name__
         raise UserError(
-            f"{where}: transformers cannot build {model_type[:60]}: {line}; correct that field, or give a config.json "
-            "of the class"
+            f"{where}: transformers cannot build {model_type[:60]}: {brief(error)}; correct that field, or give a "
+            "config.json of the class"
         ) from None
     tensors = [(name, -1 if layer is None else layer, s) for name, layer, s in recording.layered(made.tensors)[0]]
     family = {"names": made.names, "cuts": dict(made.cuts), "windowed": made.windowed}

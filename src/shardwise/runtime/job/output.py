@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from shardwise.report.terminal import fitted
+
 
 def say(line: str) -> None:
-    """Write a line to standard error; a reader that has left ends nothing here."""
+    """Write a line to standard error, as wide as its terminal; a reader that has left ends nothing here."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+            print(fitted(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def rewrite_line(words: str) -> bool:

@@ -75,7 +75,8 @@ def _kept(config: TrainConfig, progress: Progress) -> Corpus:
                 f"the run's corpus {path} is gone or damaged and cannot be prepared again from {config.data}: {error}; "
                 "name the text to train on with --data"
             ) from None
-    progress(f"the text is the run's own, in {path}; for other text give --data")
+    for line in (f"the text is the run's own, in {path}; for other text give --data", *corpus.notes):
+        progress(line)
     return corpus
 
 
@@ -103,16 +104,10 @@ def _prepared(config: TrainConfig, progress: Progress, only: str | None = None) 
         if alone:
             remove_unfinished(corpora)
         return prepare(
-            config.data,
-            corpora,
-            tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
-            vocab=config.model.vocab,
-            kept=_found(config, former) / "tokenizer.json" if former else None,
-            max_bytes=config.max_bytes,
-            text_field=config.text_field,
-            only=only,
-            progress=progress,
-        )
+            config.data, corpora, tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
+            vocab=config.model.vocab, kept=_found(config, former) / "tokenizer.json" if former else None,
+            max_bytes=config.max_bytes, text_field=config.text_field, only=only, progress=progress,
+        )  # fmt: skip
 
 
 def _say_change(config: TrainConfig, corpus: Corpus, progress: Progress) -> bool:

@@ -173,7 +173,8 @@ class TrainingRun:
         self.at, kept = Position(0, 0, 0), self._kept(plan, folder)
         self._say_compiling("compiling the blocks ...")
         self.program = self._program(plan, folder, kept)
-        self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
+        if (seconds := self.program.compile_seconds) is not None:
+            self._say_compiling(f"compiled the blocks in {seconds:.0f} s")
         self._open_corpus(plan)
         # Frozen weights are in no checkpoint.
         if config.weights and (config.model.lora or not (kept or config.resume)):

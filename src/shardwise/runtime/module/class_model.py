@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout import Layout
 from shardwise.layout.context import SequenceCut, cuts_sequences
 from shardwise.layout.modules import fewest_micro_batches
@@ -92,7 +93,7 @@ class ClassModel:
         try:
             return made.from_dict(given)
         except Exception as error:
-            raise UserError(f"{self.name}: transformers cannot read its configuration: {_line(error)}") from None
+            raise UserError(f"{self.name}: transformers cannot read its configuration: {brief(error)}") from None
 
     @cached_property
     def kind(self) -> type[nn.Module]:
@@ -113,10 +114,11 @@ class ClassModel:
         from shardwise.model.shapes.recording import transformers
 
         transformers()  # without its warnings
+        config = self.config
         try:
-            module: nn.Module = self.kind._from_config(self.config, **options)  # type: ignore[attr-defined]
+            module: nn.Module = self.kind._from_config(config, **options)  # type: ignore[attr-defined]
         except Exception as error:
-            raise UserError(f"{self.name}: {self.kind.__name__} cannot be built: {_line(error)}") from None
+            raise UserError(f"{self.name}: {self.kind.__name__} cannot be built: {brief(error)}") from None
         module.tie_weights()  # type: ignore[operator]
         return self._adapted(module)
 
@@ -146,7 +148,7 @@ class ClassModel:
                 folder, config=self.config, dtype="auto", output_loading_info=True, local_files_only=True
             )
         except Exception as error:
-            raise UserError(f"{folder}: {self.kind.__name__} cannot read its weights: {_line(error)}") from None
+            raise UserError(f"{folder}: {self.kind.__name__} cannot read its weights: {brief(error)}") from None
         for what in ("missing", "mismatched", "unexpected"):
             if names := sorted(map(str, about.get(f"{what}_keys", ()))):
                 raise UserError(f"{folder}: {what} in its weights for {self.kind.__name__}: {names[0]}"
@@ -214,14 +216,19 @@ class ClassModel:
         }  # fmt: skip
 
     def small(self, layout: Layout) -> ClassModel:
-        """A model of the same kind with few, narrow layers that the layout divides, all kinds of layers among them."""
+        """A model of the same kind with few layers that the layout divides, all kinds of layers among them, and narrow
+        where its class accepts small sizes together."""
         scale = max(1, layout.tp // 2 if layout.tp % 2 == 0 else layout.tp)
         kinds = list(zip(*(map(str, values) for values in self._layer_lists.values()), strict=True))
         kept = {kinds.index(kind) for kind in kinds}
         others = [layer for layer in range(self._text.num_hidden_layers) if layer not in kept]
         kept |= set(others[: max(0, max(2, layout.stage_count) - len(kept))])
         data = self._with_text(self._cut(sorted(kept))).config.to_dict()
-        return self._with(data | _small(data, scale, max(4, 2 * layout.ep)))
+        made = self._with(data | _small(data, scale, max(4, 2 * layout.ep)))
+        with suppress(UserError):
+            if made.config:
+                return made
+        return self._with(data)
 
     @property
     def _text(self) -> Any:
@@ -349,8 +356,11 @@ class ClassModel:
         if layout.ep > 1 and not experts:
             raise reason
         try:
-            plan = suggest(self.blank(dtype=_traced_dtype()), example)
-            return {**(matching(module, experts) if layout.ep > 1 else {}), **plan}
+            suggested = suggest(self.blank(dtype=_traced_dtype()), example)
+            plan = {**(matching(module, experts) if layout.ep > 1 else {}), **suggested}
+            if (other := why_not(blank, plan, example, layout.tp)) is not None:
+                raise other
+            return plan
         except UserError as other:
             raise (reason if isinstance(reason, LayoutError) else other) from None
 
@@ -433,7 +443,3 @@ def _small(config: Mapping[str, Any], scale: int, experts: int) -> dict[str, Any
     if "expand" in config and "num_heads" in changed:
         changed["num_heads"] *= 2  # Mamba's inner width is twice the stream's
     return changed
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

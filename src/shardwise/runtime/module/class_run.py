@@ -50,7 +50,7 @@ REFERENCE = "reference.json"
 class ClassProgram(ModuleProgram):
     """What `TrainProgram` is to a decoder here, for a class of transformers: it takes the batches of a run's text."""
 
-    compile_seconds = 0.0
+    compile_seconds = None  # blocks are compiled where they first run
     minimized: Loss = staticmethod(token_loss)
 
     def step(  # type: ignore[override]
@@ -174,6 +174,12 @@ class ClassRun(TrainingRun):
         for split, batches in self.batches.items():
             pairs: Any = batches.sampler
             pairs.reference = np.array(made[split])
+
+    def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
+        """As of `TrainingRun`. Shapes of messages are known before a step, which may be the first one, is measured."""
+        made = super()._micro_batches(step, key)
+        self.program.learn_shapes(self.program.minimized, [rows_of(*pair) for pair in made])
+        return made
 
     def train(self) -> dict[str, Any]:
         """As of `TrainingRun`; the reference is kept first."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout.axes import CP
 from shardwise.layout.context import SequenceCut, gathers_keys
 from shardwise.layout.units import UnitPlan
@@ -251,9 +251,8 @@ def check_tokens(module: nn.Module, example: Any) -> None:
         except UserError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
             raise LayoutError(
-                f"cp: {type(module).__name__} does not run on parts of the example's rows: {reason}"
+                f"cp: {type(module).__name__} does not run on parts of the example's rows: {brief(error, 160)}"
             ) from None
     if not same:
         raise LayoutError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,10 +57,15 @@ def usual_masks(example: Any) -> Iterator[None]:
     """While inputs have no values, positions that the example does not give count up, so that no row is packed.
 
     `transformers.masking_utils.find_packed_sequence_indices` looks for packed sequences in the positions, and on fake
-    tensors takes all rows as packed, which has a mask where a step has none.
+    tensors takes all rows as packed, which has a mask where a step has none. Nor does torch print the traceback of an
+    operation that fails without values, beside the error that it raises.
     """
     given = example.get("position_ids") if isinstance(example, Mapping) else getattr(example, "positions", None)
-    with nullcontext() if given is not None else unpacked():
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with ExitStack() as until:
+        until.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
+        until.enter_context(nullcontext() if given is not None else unpacked())
         yield
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, brief
 from shardwise.layout import Layout
 from shardwise.layout.styles import STYLES, matched, path_of
 from shardwise.runtime.dryrun import fake_ranks
@@ -101,7 +101,7 @@ def why_not(module: nn.Module, plan: Mapping[str, str] | None, example: Any, tp:
     except UserError as error:
         return error
     except Exception as error:
-        return UserError(f"{type(module).__name__} does not run with its plan: {' '.join(str(error).split())[:120]}")
+        return UserError(f"{type(module).__name__} does not run with its plan: {brief(error, 160)}")
     return None
 
 
@@ -200,7 +200,7 @@ class _Search:
             names = self._columns(plan, stack)
             if not names:
                 raise
-            why = f"its module cannot compute with a part of them ({' '.join(str(error).split())[:80]})"
+            why = f"its module cannot compute with a part of them ({brief(error, 80)})"
             self.gathered |= dict.fromkeys(names, why)
             return True
         return False

@@ -30,17 +30,7 @@ from torch import Tensor
 from shardwise.checkpoint.file_io import memory
 from shardwise.errors import UserError
 from shardwise.layout.gradients import feeds_back
-from shardwise.layout.homes import (
-    BUFFERS,
-    DISK_READ,
-    DISK_WRITE,
-    PAGE,
-    SLOTS,
-    Load,
-    StateFile,
-    paged,
-    state_file,
-)
+from shardwise.layout.homes import BUFFERS, DISK_READ, DISK_WRITE, PAGE, SLOTS, Load, StateFile, paged, state_file
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes
 from shardwise.report.units import format_bytes

@@ -41,7 +41,7 @@ class TrainProgram(StepProgram, StageRunner):
         file = offload_file(plan, folder, comms.rank, kept.slot if kept else None)
         super().__init__(plan, comms, device, file)
         self.bind_optimizer(optimizer, values, self.parts, kept)
-        self.compile_seconds = 0.0
+        self.compile_seconds: float | None = 0.0
         if plan.layout.compile == "block" and plan.local.first_blocks:
             self._compile()
 

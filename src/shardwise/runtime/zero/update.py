@@ -65,21 +65,9 @@ def _adamw(
 ) -> None:
     weights, gradient, first, second = ([tensor] for tensor in tensors)
     torch._fused_adamw_(
-        weights,
-        gradient,
-        first,
-        second,
-        [],
-        [step],
-        lr=lr,
-        beta1=config.betas[0],
-        beta2=config.betas[1],
-        weight_decay=weight_decay,
-        eps=config.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=divisor,
-    )
+        weights, gradient, first, second, [], [step], lr=lr, beta1=config.betas[0], beta2=config.betas[1],
+        weight_decay=weight_decay, eps=config.eps, amsgrad=False, maximize=False, grad_scale=divisor,
+    )  # fmt: skip
 
 
 def _momentum(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, weight_decay: float) -> None:
