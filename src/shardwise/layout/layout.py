@@ -5,7 +5,7 @@
 that contradicts itself fails here; whether it suits a model is `legality.py`'s question.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -213,3 +213,9 @@ def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
     if other := next((name for name in values if name not in APART), ""):
         raise UserError(f"{cut!r}: {other} is none of {', '.join(APART)}, for which a module is traced apart")
     return Layout(dp=values.get("ep", 1), **values, **keys)
+
+
+def most_cut(cuts: Iterable[str], tp: int) -> Layout:
+    """A layout that cuts all that one of them cuts."""
+    layouts = {layout.ep > 1: layout for layout in (cut_layout(cut, tp=tp) for cut in cuts)}
+    return replace(layouts[True], etp=tp) if len(layouts) > 1 else next(iter(layouts.values()))

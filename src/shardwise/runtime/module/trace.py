@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.experts import spreads_experts
-from shardwise.layout.layout import cut_layout, traced_cut
+from shardwise.layout.layout import cut_layout, most_cut, traced_cut
 from shardwise.layout.state_rows import state_rows
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
@@ -140,7 +140,7 @@ class _Tracer:
     ) -> Blueprint:
         """The description with all traced steps."""
         described = self._described(degrees)
-        largest = describe(self.described[0], _most_cut(cuts, max(described)), self.plan, self.described[1]).blueprint
+        largest = describe(self.described[0], most_cut(cuts, max(described)), self.plan, self.described[1]).blueprint
         steps = []
         for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, RECOMPUTE):
             layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
@@ -258,12 +258,6 @@ def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> Tra
         sp=layout.sp,
         cut=traced_cut(layout),
     )
-
-
-def _most_cut(cuts: Sequence[str], tp: int) -> Layout:
-    """A layout that cuts all that one of them cuts."""
-    layouts = {spreads_experts(layout): layout for layout in (cut_layout(cut, tp=tp) for cut in cuts)}
-    return replace(layouts[True], etp=tp) if len(layouts) > 1 else next(iter(layouts.values()))
 
 
 def _moments(one: RawStep, other: RawStep) -> Iterator[TracedMoment]:
