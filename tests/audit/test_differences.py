@@ -49,16 +49,13 @@ def test_equal_ranks_do_not_differ() -> None:
     assert first_difference(recordings([steps(USUAL)] * 4, marks=0)) is None
 
 
-def test_ranks_may_come_to_a_call_from_different_lines() -> None:
-    """if rank == 0: broadcast(...) else: broadcast(...)."""
-    root, others = (steps([*USUAL, call(line, 8, op="broadcast", peer=0)]) for line in (20, 22))
-    assert first_difference(recordings([root, others, others, others])) is None
-
-
-def test_sizes_of_an_all_to_all_and_of_a_scatter_may_differ() -> None:
-    mine = steps([call(5, 64, op="all_to_all"), replace(call(6, 64, op="scatter", peer=0), outputs=16)])
-    yours = steps([call(5, 80, op="all_to_all"), replace(call(6, 0, op="scatter", peer=0), outputs=16)])
-    assert first_difference(recordings([mine, yours, yours, yours])) is None
+def test_lines_and_sizes_that_may_differ() -> None:
+    """if rank == 0: broadcast(...) else: broadcast(...); an all_to_all, and a scatter of what a root alone has."""
+    roots = [call(line, 8, op="broadcast", peer=0) for line in (20, 22)]
+    exchanged = [call(5, size, op="all_to_all") for size in (64, 80)]
+    scattered = [replace(call(6, size, op="scatter", peer=0), outputs=16) for size in (64, 0)]
+    mine, yours = (steps(some) for some in zip(roots, exchanged, scattered, strict=True))
+    assert first_difference(recordings([mine, *[yours] * 3])) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -127,6 +124,16 @@ def test_a_first_step_says_not_how_many_calls_are_usual() -> None:
     less = [*whole[:-1], replace(later[4], state="started")]
     found = first_difference(recordings([[*whole[:-1], replace(whole[-1], state="started")], less], marks=1))
     assert found is not None and (not found.sure or found.ranks == (1,))
+
+
+def test_a_known_call_may_be_one_more_or_come_early() -> None:
+    """Rank 1 comes to its loss after two of three micro-batches, whose end the engine counts: it makes no step."""
+    gather, scatter, norm, loss, seen = (call(line, line, group=(0, 1)) for line in (5, 6, 7, 9, 10))
+    later = [replace(one, step=1) for one in (loss, seen, *[gather, scatter] * 2)]
+    waits = [replace(one, step=1, state="started") for one in (gather, loss)]
+    found = first_difference(recordings([[*[gather, scatter] * 3, norm, *later, one] for one in waits], marks=1))
+    assert found is not None and not found.sure and found.ranks == (1,)
+    assert found.text.startswith("not sure whether rank 1 made one call more") and found.text.endswith("train.py:5")
 
 
 def test_another_operation_of_a_known_line_is_new() -> None:

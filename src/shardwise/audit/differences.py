@@ -372,8 +372,7 @@ class _Parting:
         rank, who = ranks[0], format_ranks(tuple(ranks))
         made, due = ((place := self.places[one]) and place.call for one in (rank, others[0]))
         kind = self._kind(rank, others[0])
-        elsewhere = _elsewhere(self.program, rank, others, kind, made, due)
-        if elsewhere is not None:
+        if elsewhere := _elsewhere(self.program, rank, others, kind, made, due):
             wrong, right = elsewhere
             text = f"{who} made {describe(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
             return _at("group", ranks, wrong, text)
@@ -382,6 +381,9 @@ class _Parting:
             return None
         if kind == "skipped":
             return self._skipped(ranks, named)
+        if kind == "waiting" and due is not None:
+            text = f"not sure whether {who} made one call more, {describe(named)}, or skipped {describe(due)}"
+            return _at(kind, ranks, named, text, sure=False)
         if kind == "extra":
             text = f"{who} made one call more: {describe(named)}"
         elif kind == "reordered" and due is not None:
@@ -439,7 +441,10 @@ class _Parting:
             if _in_order(before, a[0].where, b[0].where):
                 return "extra"
             return "skipped" if _in_order(before, b[0].where, a[0].where) else "operation"
-        return "skipped" if later <= sooner else "extra"
+        if later <= sooner:
+            return "skipped"
+        # Without its next call, a rank that came to a known call may have made it once more or skipped to it.
+        return "waiting" if later < _REACH and len(a) == 1 else "extra"
 
 
 def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:
@@ -458,7 +463,7 @@ def _elsewhere(
     program: _Program, rank: int, others: list[int], kind: Kind, made: Call | None, due: Call | None
 ) -> tuple[Call, Call] | None:
     """(the call, another rank's) where a call was made on another group than the others made it on."""
-    if made is not None and kind in ("extra", "operation"):
+    if made is not None and kind in ("extra", "operation", "waiting"):
         for right in (call for other in program.recordings if other != rank for call in program.calls(other)):
             if _twin(right, made) and rank in right.group and program.lacks(rank, right):
                 return made, right
