@@ -28,10 +28,8 @@ def test_a_rank_that_did_not_enter_a_call_of_gloo(recorded, audit, form):
     assert found["op"] == "all_reduce" and "behind all_reduce 1 of 400 B" in found["waiting"][2]
     if form == "pickle":
         file, _, line = found["where"].rpartition(":")
-        assert (
-            Path(file).name == "recorded_jobs.py"
-            and "async_op=True" in Path(file).read_text().splitlines()[int(line) - 1]
-        )
+        text = Path(file).read_text().splitlines()[int(line) - 1]
+        assert Path(file).name == "recorded_jobs.py" and "async_op=True" in text
 
 
 def test_both_forms_of_a_dump_are_equal(recorded):

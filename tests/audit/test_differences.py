@@ -104,6 +104,17 @@ def test_a_new_call_on_another_group(ranks) -> None:
     assert not found.sure or (found.ranks == (0,) and "it waits in barrier" in found.text)
 
 
+def test_a_call_on_another_group_is_told_from_a_helper_s() -> None:
+    """Of two ranks one is alone in a group where both were together once. A line may reduce over both groups, too."""
+    both, last, alone = call(7, group=(0, 1)), call(8, 24, group=(0, 1)), call(7, group=(1,), comm="1")
+    waits = [replace(one, state="started") for one in (both, last)]
+    found = first_difference(recordings([[both, last, waits[0]], [both, last, alone, waits[1]]], marks=0))
+    assert found is not None and (found.kind, found.ranks, found.where) == ("group", (1,), "train.py:7") and found.sure
+    programs = [steps([replace(alone, group=(rank,), comm=str(rank)), both, last]) for rank in (0, 1)]
+    found = first_difference(recordings([programs[0], programs[1][:7] + programs[1][8:]]))
+    assert found is not None and (found.kind, found.ranks, found.where) == ("skipped", (1,), "train.py:7")
+
+
 def test_of_two_sides_of_a_skip_the_skipping_one_is_said() -> None:
     """Rank 3 has a micro-batch less, and is in the call of all ranks where 2 waits for it in their group."""
     micro, loss = call(5, 100, op="all_gather_into", group=(2, 3), comm="shard"), call(9)

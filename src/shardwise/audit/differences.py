@@ -89,6 +89,7 @@ class _Program:
 
     def __init__(self, recordings: Sequence[RankRecording]) -> None:
         self.recordings = {one.rank: one for one in recordings}
+        self.calls = {one.rank: one.calls for one in recordings}
         self.whole = {one.rank: [_STEP, *_with_steps(one.calls, len(one.steps))] for one in recordings}
         self.groups = grouped(recordings)
         self.positions: dict[CallSignature, list[tuple[int, int]]] = defaultdict(list)
@@ -99,26 +100,21 @@ class _Program:
     def index(self, call: Call) -> int:
         return next(i for i, place in enumerate(self.whole[call.rank]) if place.call is call)
 
-    def calls(self, rank: int) -> tuple[Call, ...]:
-        return self.recordings[rank].calls
-
     def lacks(self, rank: int, call: Call) -> bool:
         """Whether a rank made fewer calls of this line on this group than the rank of the call."""
-        made = (Counter((one.where, one.comm, one.group) for one in self.calls(r)) for r in (rank, call.rank))
+        made = (Counter((one.where, one.comm, one.group) for one in self.calls[r]) for r in (rank, call.rank))
         mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
     def waits_in(self, rank: int) -> Call | None:
         """A rank's last call, if it has not ended."""
-        return next((call for call in self.calls(rank)[-1:] if call.state != "completed"), None)
+        return next((call for call in self.calls[rank][-1:] if call.state != "completed"), None)
 
     def first(self, call: Call) -> bool:
         """Whether no rank made such a call at this line before."""
         every = (entry for one in self.recordings.values() for entry in one.calls)
         before = (entry for entry in every if (entry.where, entry.op) == (call.where, call.op))
-        return all(
-            entry is call or (entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before
-        )
+        return all((entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before)
 
     def usual(self, rank: int, index: int) -> int:
         """How many calls before this one also came before one like it, elsewhere."""
@@ -245,9 +241,8 @@ class _Parting:
         self.index = self._diverged()
         self.places = {rank: next(iter(some[self.index :]), None) for rank, some in self.sequences.items()}
         """What every rank did there; None at its end."""
-        self.made = {
-            rank: (place.call if place else None) or program.waits_in(rank) for rank, place in self.places.items()
-        }
+        self.calls = {rank: place and place.call for rank, place in self.places.items()}
+        self.made = {rank: call or program.waits_in(rank) for rank, call in self.calls.items()}
         """The call that it made there, else the one in which it waits, in any group."""
 
     def _diverged(self) -> int:
@@ -272,7 +267,11 @@ class _Parting:
         absent = self._absent()
         ranks, sure = (absent, True) if absent else self._deviants()
         others = [rank for rank in self.sequences if rank not in ranks]
-        return (self._described(ranks, others) if sure and others else None) or self._unsure()
+        if sure and others:
+            return self._described(ranks, others) or self._unsure()
+        sides = ((ranks, others), (others, ranks)) if len(ranks) == len(others) == 1 else ()
+        moved = [one for some, rest in sides if (one := self._elsewhere(some, rest, "operation"))]
+        return moved[0] if len(moved) == 1 else self._unsure()
 
     def _ended_early(self) -> Difference | None:
         """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
@@ -370,12 +369,9 @@ class _Parting:
     def _described(self, ranks: list[int], others: list[int]) -> Difference | None:
         """What deviating ranks did in place of what the others did."""
         rank, who = ranks[0], format_ranks(tuple(ranks))
-        made, due = ((place := self.places[one]) and place.call for one in (rank, others[0]))
-        kind = self._kind(rank, others[0])
-        if elsewhere := _elsewhere(self.program, rank, others, kind, made, due):
-            wrong, right = elsewhere
-            text = f"{who} made {describe(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
-            return _at("group", ranks, wrong, text)
+        made, due, kind = self.calls[rank], self.calls[others[0]], self._kind(rank, others[0])
+        if elsewhere := self._elsewhere(ranks, others, kind):
+            return elsewhere
         named = due if kind == "skipped" else made or due
         if named is None:
             return None
@@ -391,6 +387,26 @@ class _Parting:
         else:
             text = f"{who} made {describe(named)}" + (f", where rank {due.rank} made {describe(due)}" if due else "")
         return _at(kind, ranks, named, text)
+
+    def _elsewhere(self, ranks: list[int], others: list[int], kind: Kind) -> Difference | None:
+        """A call that a rank made on another group than the others made it on."""
+        rank, program = ranks[0], self.program
+        made, due = self.calls[rank], self.calls[others[0]]
+        pairs: list[tuple[Call, Call]] = []
+        if made is not None and kind in ("extra", "operation", "waiting"):
+            theirs = (call for other in program.recordings if other != rank for call in program.calls[other])
+            lacking = (call for call in theirs if _twin(call, made) and rank in call.group)
+            pairs += [(made, right) for right in lacking if program.lacks(rank, right)]
+        if due is not None and kind in ("skipped", "operation"):
+            last = max((p.call.order for p in self.sequences[rank][: self.index] if p.call), default=-1)
+            twins = [call for call in program.calls[rank] if _twin(call, due)]
+            known = {call.comm for call in twins if call.order <= last}  # a helper's line, for groups of several axes
+            new = (call for call in twins if call.comm not in known)
+            pairs += [(one, due) for one in new if due.rank not in one.group or program.lacks(due.rank, one)]
+        for wrong, right in pairs:
+            text = f"{format_ranks(tuple(ranks))} made {describe(wrong)}, "
+            return _at("group", ranks, wrong, f"{text}where rank {right.rank} made it on {format_ranks(right.group)}")
+        return None
 
     def _skipped(self, ranks: list[int], named: Call) -> Difference:
         """A call that ranks did not make, or the other end of a message."""
@@ -457,21 +473,6 @@ def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:
             then not in line[: len(line) - line[::-1].index(first)] for line in lines if {first, then} <= {*line}
         ]
     return bool(orders) and all(orders) and first != then
-
-
-def _elsewhere(
-    program: _Program, rank: int, others: list[int], kind: Kind, made: Call | None, due: Call | None
-) -> tuple[Call, Call] | None:
-    """(the call, another rank's) where a call was made on another group than the others made it on."""
-    if made is not None and kind in ("extra", "operation", "waiting"):
-        for right in (call for other in program.recordings if other != rank for call in program.calls(other)):
-            if _twin(right, made) and rank in right.group and program.lacks(rank, right):
-                return made, right
-    if due is not None and kind in ("skipped", "operation"):
-        for wrong in reversed(program.calls(rank)):
-            if _twin(wrong, due) and (due.rank not in wrong.group or program.lacks(due.rank, wrong)):
-                return wrong, due
-    return None
 
 
 def _twin(call: Call, other: Call) -> bool:

@@ -52,15 +52,10 @@ def matched(timelines: Mapping[int, Sequence[TimeSpan]]) -> list[step_parts.Call
     for rank, spans in timelines.items():
         for span in spans:
             starts[span.args["axes"], span.args["ranks"]].setdefault(rank, span.args["number"])
-    known = {
-        rank: [
-            span
-            for span in spans
-            if span.name not in MESSAGES and len(span.args["ranks"]) > 1
-            if span.args["number"] >= max(starts[span.args["axes"], span.args["ranks"]].values())
-        ]
-        for rank, spans in timelines.items()
-    }
+    known = {}
+    for rank, spans in timelines.items():
+        made = [(span, span.args) for span in spans if span.name not in MESSAGES and len(span.args["ranks"]) > 1]
+        known[rank] = [s for s, about in made if about["number"] >= max(starts[about["axes"], about["ranks"]].values())]
     calls = step_parts.matched(known)
     return [call for call in calls if len(call) == len(known.keys() & next(iter(call.values())).args["ranks"])]
 
