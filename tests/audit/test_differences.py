@@ -138,13 +138,18 @@ def test_a_first_step_says_not_how_many_calls_are_usual() -> None:
 
 
 def test_a_known_call_may_be_one_more_or_come_early() -> None:
-    """Rank 1 comes to its loss after two of three micro-batches, whose end the engine counts: it makes no step."""
+    """Rank 1 comes to its loss after two of three micro-batches, and its engine makes no step. Its passes show it."""
     gather, scatter, norm, loss, seen = (call(line, line, group=(0, 1)) for line in (5, 6, 7, 9, 10))
     later = [replace(one, step=1) for one in (loss, seen, *[gather, scatter] * 2)]
     waits = [replace(one, step=1, state="started") for one in (gather, loss)]
-    found = first_difference(recordings([[*[gather, scatter] * 3, norm, *later, one] for one in waits], marks=1))
-    assert found is not None and not found.sure and found.ranks == (1,)
-    assert found.text.startswith("not sure whether rank 1 made one call more") and found.text.endswith("train.py:5")
+    programs = [[*[gather, scatter] * 3, norm, *later, one] for one in waits]
+    for sure, passes in ((False, (0,) * 14), (True, (0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 5, 5))):
+        counted = [[replace(one, passes=n) for one, n in zip(some, passes, strict=True)] for some in programs]
+        mark = StepMark(1, 0.0, None, passes[6])
+        found = first_difference([replace(one, steps=(mark,)) for one in recordings(counted)])
+        assert found is not None and (found.sure, found.ranks) == (sure, (1,)) and "train.py:5" in found.text
+        start = "rank 1 skipped all_reduce of 5 B" if sure else "not sure whether rank 1 made one call more"
+        assert found.text.startswith(start) and found.text.endswith("train.py:9: 2, not 3)") == sure
 
 
 def test_another_operation_of_a_known_line_is_new() -> None:

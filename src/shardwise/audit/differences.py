@@ -210,10 +210,9 @@ def _ended(program: _Program, communication: bool = False) -> Difference | None:
     _, one = min(ends, key=lambda end: end[0])
     last, step = one.calls[-1] if one.calls else None, len(one.steps)
     if one.error is not None:
-        where = one.error[2]
-        return Difference(
-            "error", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} raised {one.error[1]}"
-        )
+        _, said, where = one.error
+        text = f"rank {one.rank} raised {said}"
+        return Difference("error", (one.rank,), True, where, last.op if last else "", step, text)
     where, text = (last.where, f"; its last call was {describe(last)}") if last else ("", " before its first call")
     return Difference("died", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} died{text}")
 
@@ -267,19 +266,17 @@ class _Parting:
         absent = self._absent()
         ranks, sure = (absent, True) if absent else self._deviants()
         others = [rank for rank in self.sequences if rank not in ranks]
-        if sure and others:
-            return self._described(ranks, others) or self._unsure()
-        sides = ((ranks, others), (others, ranks)) if len(ranks) == len(others) == 1 else ()
-        moved = [one for some, rest in sides if (one := self._elsewhere(some, rest, "operation"))]
-        return moved[0] if len(moved) == 1 else self._unsure()
+        result = self._described(ranks, others) if sure and others else None
+        if result is None and len(ranks) == len(others) == 1:
+            moved = [self._elsewhere(*sides, "operation") for sides in ((ranks, others), (others, ranks))]
+            result = moved[0] or moved[1] if None in moved else None
+        return result if result and result.sure else self._fewer_passes() or result or self._unsure()
 
     def _ended_early(self) -> Difference | None:
         """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
         known = self.program.recordings
-        ended = [
-            rank for rank, place in self.places.items()
-            if not place and known[rank].exit is not None and known[rank].error is None
-        ]  # fmt: skip
+        idle = [rank for rank, place in self.places.items() if not place]
+        ended = [rank for rank in idle if known[rank].exit is not None and known[rank].error is None]
         others = [place.call for place in self.places.values() if place]
         if not ended or not others or (call := others[0]) is None:
             return None
@@ -365,6 +362,24 @@ class _Parting:
         missing = [rank for rank in self.sequences if rank not in {call.rank for call in calls}]
         said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
         return _at("waiting", [*self.sequences], calls[0], f"not sure which rank is wrong: {said}", sure=False)
+
+    def _passes(self, call: Call) -> int:
+        """Backward passes since the rank's last optimizer step, or of that step where there are none since."""
+        ends = [0, 0, *(mark.passes for mark in self.program.recordings[call.rank].steps[: call.step])]
+        return call.passes - ends[-1] or ends[-1] - ends[-2]
+
+    def _fewer_passes(self) -> Difference | None:
+        """A micro-batch less: fewer backward passes than ever came before a call's line, where others have as many."""
+        calls = [call for call in self.made.values() if call is not None]
+        before = [one for call in calls for one in self.program.calls[call.rank][: call.order]]
+        usual = {call.rank: [self._passes(one) for one in before if one.where == call.where] for call in calls}
+        odd = [call for call in calls if self._passes(call) < min(usual[call.rank], default=0)]
+        rest = [call for call in calls if call not in odd and self._passes(call) <= max(usual[call.rank], default=-1)]
+        if not odd or not rest or len(odd) + len(rest) < len(self.made):
+            return None
+        ranks, count, due = tuple(call.rank for call in odd), self._passes(odd[0]), min(usual[odd[0].rank])
+        text = f"{format_ranks(ranks)} skipped {describe(rest[0])} (backward passes before {describe(odd[0])}: "
+        return _at("skipped", ranks, rest[0], f"{text}{count}, not {due})")
 
     def _described(self, ranks: list[int], others: list[int]) -> Difference | None:
         """What deviating ranks did in place of what the others did."""

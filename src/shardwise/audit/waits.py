@@ -40,9 +40,8 @@ def call_spans(calls: Iterable[Call]) -> tuple[TimeSpan, ...]:
             begin = round(call.begin * 1e9)
             end = begin + _NEVER if call.end is None else round(call.end * 1e9)
             about = {"op": call.op, "axes": call.comm, "ranks": call.group, "bytes": call.inputs, "where": call.where}
-            spans.append(
-                TimeSpan(call.op, COMMUNICATION, begin, end, about | {"step": call.step, "number": call.number})
-            )
+            about |= {"step": call.step, "number": call.number}
+            spans.append(TimeSpan(call.op, COMMUNICATION, begin, end, about))
     return tuple(spans)
 
 
