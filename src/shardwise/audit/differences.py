@@ -365,19 +365,22 @@ class _Parting:
 
     def _passes(self, call: Call) -> int:
         """Backward passes since the rank's last optimizer step, or of that step where there are none since."""
-        ends = [0, 0, *(mark.passes for mark in self.program.recordings[call.rank].steps[: call.step])]
+        marks = self.program.recordings[call.rank].steps[max(0, call.step - 2) : call.step]
+        ends = [0, 0, *(mark.passes for mark in marks)]
         return call.passes - ends[-1] or ends[-1] - ends[-2]
 
     def _fewer_passes(self) -> Difference | None:
         """A micro-batch less: fewer backward passes than ever came before a call's line, where others have as many."""
         calls = [call for call in self.made.values() if call is not None]
-        before = [one for call in calls for one in self.program.calls[call.rank][: call.order]]
-        usual = {call.rank: [self._passes(one) for one in before if one.where == call.where] for call in calls}
-        odd = [call for call in calls if self._passes(call) < min(usual[call.rank], default=0)]
-        rest = [call for call in calls if call not in odd and self._passes(call) <= max(usual[call.rank], default=-1)]
+        usual: dict[str, set[int]] = {call.where: set() for call in calls}
+        for one in (one for call in calls for one in self.program.calls[call.rank][: call.order]):
+            if one.where in usual:
+                usual[one.where].add(self._passes(one))
+        odd = [call for call in calls if self._passes(call) < min(usual[call.where], default=0)]
+        rest = [call for call in calls if call not in odd and self._passes(call) <= max(usual[call.where], default=-1)]
         if not odd or not rest or len(odd) + len(rest) < len(self.made):
             return None
-        ranks, count, due = tuple(call.rank for call in odd), self._passes(odd[0]), min(usual[odd[0].rank])
+        ranks, count, due = tuple(call.rank for call in odd), self._passes(odd[0]), min(usual[odd[0].where])
         text = f"{format_ranks(ranks)} skipped {describe(rest[0])} (backward passes before {describe(odd[0])}: "
         return _at("skipped", ranks, rest[0], f"{text}{count}, not {due})")
 
@@ -387,11 +390,10 @@ class _Parting:
         made, due, kind = self.calls[rank], self.calls[others[0]], self._kind(rank, others[0])
         if elsewhere := self._elsewhere(ranks, others, kind):
             return elsewhere
-        named = due if kind == "skipped" else made or due
-        if named is None:
+        if kind == "skipped" and due is not None:
+            return self._skipped(ranks, due)
+        if (named := made or due) is None:
             return None
-        if kind == "skipped":
-            return self._skipped(ranks, named)
         if kind == "waiting" and due is not None:
             text = f"not sure whether {who} made one call more, {describe(named)}, or skipped {describe(due)}"
             return _at(kind, ranks, named, text, sure=False)
@@ -409,7 +411,7 @@ class _Parting:
         made, due = self.calls[rank], self.calls[others[0]]
         pairs: list[tuple[Call, Call]] = []
         if made is not None and kind in ("extra", "operation", "waiting"):
-            theirs = (call for other in program.recordings if other != rank for call in program.calls[other])
+            theirs = (call for other in program.calls if other != rank for call in program.calls[other])
             lacking = (call for call in theirs if _twin(call, made) and rank in call.group)
             pairs += [(made, right) for right in lacking if program.lacks(rank, right)]
         if due is not None and kind in ("skipped", "operation"):
