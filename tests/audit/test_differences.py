@@ -195,10 +195,9 @@ def test_a_step_without_a_micro_batch() -> None:
 
 def test_a_rank_that_ended_after_fewer_steps() -> None:
     """Its data had a batch less; the line is the one at which the others are."""
-    more, less = recordings([steps(USUAL, 5), steps(USUAL, 4)])
-    group = {"group": (0, 1)}
-    pair = [replace(one, calls=tuple(replace(call, **group) for call in one.calls)) for one in (more, less)]
-    found = first_difference([pair[0], replace(pair[1], exit=99.0)])
+    usual = [replace(one, group=(0, 1)) for one in USUAL]
+    more, less = recordings([steps(usual, 5), steps(usual, 4)])
+    found = first_difference([more, replace(less, exit=99.0)])
     assert found is not None and (found.kind, *found.ranks, found.sure, found.where) == ("ended", 1, True, "train.py:5")
     assert found.text.startswith("rank 1 ended after 4 steps, and rank 0 made all_reduce of 100 B")
 

@@ -119,8 +119,7 @@ def test_the_command(audits, tmp_path) -> None:
     assert code == 0 and said["advice"] == [
         "none: the program's model is not known: give --model NAME beside --cluster"
     ]
-    environment = {**os.environ, "COLUMNS": "80"}
-    done = shardwise("audit", kept, environment=environment, timeout=LIMIT)
+    done = shardwise("audit", kept, environment={**os.environ, "COLUMNS": "80"}, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "") and max(map(len, done.stdout.splitlines())) <= 80
     assert "calls of all ranks meet" in done.stdout and "layout: dp=2,precision=fp32 (sure)" in done.stdout
 
