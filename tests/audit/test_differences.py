@@ -49,16 +49,13 @@ def test_equal_ranks_do_not_differ() -> None:
     assert first_difference(recordings([steps(USUAL)] * 4, marks=0)) is None
 
 
-def test_ranks_may_come_to_a_call_from_different_lines() -> None:
-    """if rank == 0: broadcast(...) else: broadcast(...)."""
-    root, others = (steps([*USUAL, call(line, 8, op="broadcast", peer=0)]) for line in (20, 22))
-    assert first_difference(recordings([root, others, others, others])) is None
-
-
-def test_sizes_of_an_all_to_all_and_of_a_scatter_may_differ() -> None:
-    mine = steps([call(5, 64, op="all_to_all"), replace(call(6, 64, op="scatter", peer=0), outputs=16)])
-    yours = steps([call(5, 80, op="all_to_all"), replace(call(6, 0, op="scatter", peer=0), outputs=16)])
-    assert first_difference(recordings([mine, yours, yours, yours])) is None
+def test_lines_and_sizes_that_may_differ() -> None:
+    """if rank == 0: broadcast(...) else: broadcast(...); an all_to_all, and a scatter of what a root alone has."""
+    roots = [call(line, 8, op="broadcast", peer=0) for line in (20, 22)]
+    exchanged = [call(5, size, op="all_to_all") for size in (64, 80)]
+    scattered = [replace(call(6, size, op="scatter", peer=0), outputs=16) for size in (64, 0)]
+    mine, yours = (steps(some) for some in zip(roots, exchanged, scattered, strict=True))
+    assert first_difference(recordings([mine, *[yours] * 3])) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -107,6 +104,17 @@ def test_a_new_call_on_another_group(ranks) -> None:
     assert not found.sure or (found.ranks == (0,) and "it waits in barrier" in found.text)
 
 
+def test_a_call_on_another_group_is_told_from_a_helper_s() -> None:
+    """Of two ranks one is alone in a group where both were together once. A line may reduce over both groups, too."""
+    both, last, alone = call(7, group=(0, 1)), call(8, 24, group=(0, 1)), call(7, group=(1,), comm="1")
+    waits = [replace(one, state="started") for one in (both, last)]
+    found = first_difference(recordings([[both, last, waits[0]], [both, last, alone, waits[1]]], marks=0))
+    assert found is not None and (found.kind, found.ranks, found.where) == ("group", (1,), "train.py:7") and found.sure
+    programs = [steps([replace(alone, group=(rank,), comm=str(rank)), both, last]) for rank in (0, 1)]
+    found = first_difference(recordings([programs[0], programs[1][:7] + programs[1][8:]]))
+    assert found is not None and (found.kind, found.ranks, found.where) == ("skipped", (1,), "train.py:7")
+
+
 def test_of_two_sides_of_a_skip_the_skipping_one_is_said() -> None:
     """Rank 3 has a micro-batch less, and is in the call of all ranks where 2 waits for it in their group."""
     micro, loss = call(5, 100, op="all_gather_into", group=(2, 3), comm="shard"), call(9)
@@ -127,6 +135,21 @@ def test_a_first_step_says_not_how_many_calls_are_usual() -> None:
     less = [*whole[:-1], replace(later[4], state="started")]
     found = first_difference(recordings([[*whole[:-1], replace(whole[-1], state="started")], less], marks=1))
     assert found is not None and (not found.sure or found.ranks == (1,))
+
+
+def test_a_known_call_may_be_one_more_or_come_early() -> None:
+    """Rank 1 comes to its loss after two of three micro-batches, and its engine makes no step. Its passes show it."""
+    gather, scatter, norm, loss, seen = (call(line, line, group=(0, 1)) for line in (5, 6, 7, 9, 10))
+    later = [replace(one, step=1) for one in (loss, seen, *[gather, scatter] * 2)]
+    waits = [replace(one, step=1, state="started") for one in (gather, loss)]
+    programs = [[*[gather, scatter] * 3, norm, *later, one] for one in waits]
+    for sure, passes in ((False, (0,) * 14), (True, (0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 5, 5))):
+        counted = [[replace(one, passes=n) for one, n in zip(some, passes, strict=True)] for some in programs]
+        mark = StepMark(1, 0.0, None, passes[6])
+        found = first_difference([replace(one, steps=(mark,)) for one in recordings(counted)])
+        assert found is not None and (found.sure, found.ranks) == (sure, (1,)) and "train.py:5" in found.text
+        start = "rank 1 skipped all_reduce of 5 B" if sure else "not sure whether rank 1 made one call more"
+        assert found.text.startswith(start) and found.text.endswith("train.py:9: 2, not 3)") == sure
 
 
 def test_another_operation_of_a_known_line_is_new() -> None:
@@ -172,10 +195,9 @@ def test_a_step_without_a_micro_batch() -> None:
 
 def test_a_rank_that_ended_after_fewer_steps() -> None:
     """Its data had a batch less; the line is the one at which the others are."""
-    more, less = recordings([steps(USUAL, 5), steps(USUAL, 4)])
-    group = {"group": (0, 1)}
-    pair = [replace(one, calls=tuple(replace(call, **group) for call in one.calls)) for one in (more, less)]
-    found = first_difference([pair[0], replace(pair[1], exit=99.0)])
+    usual = [replace(one, group=(0, 1)) for one in USUAL]
+    more, less = recordings([steps(usual, 5), steps(usual, 4)])
+    found = first_difference([more, replace(less, exit=99.0)])
     assert found is not None and (found.kind, *found.ranks, found.sure, found.where) == ("ended", 1, True, "train.py:5")
     assert found.text.startswith("rank 1 ended after 4 steps, and rank 0 made all_reduce of 100 B")
 

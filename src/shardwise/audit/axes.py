@@ -87,9 +87,8 @@ def axes(calls: Iterable[Call]) -> list[Axis]:
     """The axes of all ranks' calls, the busiest first."""
     rows: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for call in calls:
-        members = call.group
-        steps = {b - a for a, b in pairwise(members)}
-        rows[len(members), steps.pop() if len(steps) == 1 else 0].append(call)
+        steps = {b - a for a, b in pairwise(call.group)}
+        rows[len(call.group), steps.pop() if len(steps) == 1 else 0].append(call)
     result = []
     for (size, stride), made in rows.items():
         if size == 1:

@@ -21,7 +21,8 @@ class Call(Json):
     begin, end: seconds of the rank's clock; None where unknown. shape: of the (first) tensor that is sent. comm: name
     of the communicator, which tells groups of the same ranks apart. engine: what made the call (ddp, fsdp, dtensor,
     pipelining, deepspeed, zero-redundancy), "" for the program itself or unknown. step: optimizer steps before it.
-    number: of the call in its group, where the recording counts and may have lost the first ones.
+    number: of the call in its group, where the recording counts and may have lost the first ones. passes: backward
+    passes that the rank began before it.
     """
 
     rank: int
@@ -42,3 +43,4 @@ class Call(Json):
     engine: str = ""
     step: int = 0
     number: int = 0
+    passes: int = 0

@@ -105,11 +105,9 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
 
 
 def compare_traffic(
-    recordings: Sequence[RankRecording],
-    understood: Understood,
-    expect: Layout | None = None,
+    recordings: Sequence[RankRecording], understood: Understood, expect: Layout | None = None,
     model: ModelConfig | None = None,
-) -> tuple[list[RecordedRow], Planned | None]:
+) -> tuple[list[RecordedRow], Planned | None]:  # fmt: skip
     """(rows of the first rank whose parameters are known, with what is due; the plan that they are compared with).
 
     expect: the layout of the plan, if it is another than the understood one. model: the program's, where no
@@ -200,7 +198,7 @@ class _Judge:
         elif excess < 0 and row.what == "activations":
             note = f"{-excess:,} elements less: a first input that needs no gradient"
         elif row.what == "parameters" and row.phase == "backward" and excess > 0:
-            note, wrong = f"{excess:,} elements are gathered again that this runtime keeps", False
+            note = f"{excess:,} elements are gathered again that this runtime keeps"
             if row.elements > self.planned.elements * times + slack:
                 note, wrong = f"{row.elements / self.planned.elements / times:.2g} times all parameters", True
         elif excess > slack:
@@ -225,9 +223,8 @@ class _Judge:
         if row.what == "parameters" and row.phase == "backward" and kept:
             return kept._replace(elements=0), ""
         elsewhere = _ELSEWHERE.get((row.what, row.phase), {})
-        return next(
-            ((rows[row.what, at, op], why) for at, why in elsewhere.items() if (row.what, at, op) in rows), (None, "")
-        )
+        known = ((rows[row.what, at, op], why) for at, why in elsewhere.items() if (row.what, at, op) in rows)
+        return next(known, (None, ""))
 
     def _typed(self, row: RecordedRow, planned: str) -> RecordedRow:
         """A row with a note where its type on the wire is another one than is expected, or stored."""

@@ -89,6 +89,7 @@ class _Program:
 
     def __init__(self, recordings: Sequence[RankRecording]) -> None:
         self.recordings = {one.rank: one for one in recordings}
+        self.calls = {one.rank: one.calls for one in recordings}
         self.whole = {one.rank: [_STEP, *_with_steps(one.calls, len(one.steps))] for one in recordings}
         self.groups = grouped(recordings)
         self.positions: dict[CallSignature, list[tuple[int, int]]] = defaultdict(list)
@@ -99,26 +100,21 @@ class _Program:
     def index(self, call: Call) -> int:
         return next(i for i, place in enumerate(self.whole[call.rank]) if place.call is call)
 
-    def calls(self, rank: int) -> tuple[Call, ...]:
-        return self.recordings[rank].calls
-
     def lacks(self, rank: int, call: Call) -> bool:
         """Whether a rank made fewer calls of this line on this group than the rank of the call."""
-        made = (Counter((one.where, one.comm, one.group) for one in self.calls(r)) for r in (rank, call.rank))
+        made = (Counter((one.where, one.comm, one.group) for one in self.calls[r]) for r in (rank, call.rank))
         mine, theirs = (some[call.where, call.comm, call.group] for some in made)
         return mine < theirs
 
     def waits_in(self, rank: int) -> Call | None:
         """A rank's last call, if it has not ended."""
-        return next((call for call in self.calls(rank)[-1:] if call.state != "completed"), None)
+        return next((call for call in self.calls[rank][-1:] if call.state != "completed"), None)
 
     def first(self, call: Call) -> bool:
         """Whether no rank made such a call at this line before."""
         every = (entry for one in self.recordings.values() for entry in one.calls)
         before = (entry for entry in every if (entry.where, entry.op) == (call.where, call.op))
-        return all(
-            entry is call or (entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before
-        )
+        return all((entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before)
 
     def usual(self, rank: int, index: int) -> int:
         """How many calls before this one also came before one like it, elsewhere."""
@@ -214,10 +210,9 @@ def _ended(program: _Program, communication: bool = False) -> Difference | None:
     _, one = min(ends, key=lambda end: end[0])
     last, step = one.calls[-1] if one.calls else None, len(one.steps)
     if one.error is not None:
-        where = one.error[2]
-        return Difference(
-            "error", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} raised {one.error[1]}"
-        )
+        _, said, where = one.error
+        text = f"rank {one.rank} raised {said}"
+        return Difference("error", (one.rank,), True, where, last.op if last else "", step, text)
     where, text = (last.where, f"; its last call was {describe(last)}") if last else ("", " before its first call")
     return Difference("died", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} died{text}")
 
@@ -245,9 +240,8 @@ class _Parting:
         self.index = self._diverged()
         self.places = {rank: next(iter(some[self.index :]), None) for rank, some in self.sequences.items()}
         """What every rank did there; None at its end."""
-        self.made = {
-            rank: (place.call if place else None) or program.waits_in(rank) for rank, place in self.places.items()
-        }
+        self.calls = {rank: place and place.call for rank, place in self.places.items()}
+        self.made = {rank: call or program.waits_in(rank) for rank, call in self.calls.items()}
         """The call that it made there, else the one in which it waits, in any group."""
 
     def _diverged(self) -> int:
@@ -272,15 +266,17 @@ class _Parting:
         absent = self._absent()
         ranks, sure = (absent, True) if absent else self._deviants()
         others = [rank for rank in self.sequences if rank not in ranks]
-        return (self._described(ranks, others) if sure and others else None) or self._unsure()
+        result = self._described(ranks, others) if sure and others else None
+        if result is None and len(ranks) == len(others) == 1:
+            moved = [self._elsewhere(*sides, "operation") for sides in ((ranks, others), (others, ranks))]
+            result = moved[0] or moved[1] if None in moved else None
+        return result if result and result.sure else self._fewer_passes() or result or self._unsure()
 
     def _ended_early(self) -> Difference | None:
         """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
         known = self.program.recordings
-        ended = [
-            rank for rank, place in self.places.items()
-            if not place and known[rank].exit is not None and known[rank].error is None
-        ]  # fmt: skip
+        idle = [rank for rank, place in self.places.items() if not place]
+        ended = [rank for rank in idle if known[rank].exit is not None and known[rank].error is None]
         others = [place.call for place in self.places.values() if place]
         if not ended or not others or (call := others[0]) is None:
             return None
@@ -367,21 +363,40 @@ class _Parting:
         said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
         return _at("waiting", [*self.sequences], calls[0], f"not sure which rank is wrong: {said}", sure=False)
 
+    def _passes(self, call: Call) -> int:
+        """Backward passes since the rank's last optimizer step, or of that step where there are none since."""
+        marks = self.program.recordings[call.rank].steps[max(0, call.step - 2) : call.step]
+        ends = [0, 0, *(mark.passes for mark in marks)]
+        return call.passes - ends[-1] or ends[-1] - ends[-2]
+
+    def _fewer_passes(self) -> Difference | None:
+        """A micro-batch less: fewer backward passes than ever came before a call's line, where others have as many."""
+        calls = [call for call in self.made.values() if call is not None]
+        usual: dict[str, set[int]] = {call.where: set() for call in calls}
+        for one in (one for call in calls for one in self.program.calls[call.rank][: call.order]):
+            if one.where in usual:
+                usual[one.where].add(self._passes(one))
+        odd = [call for call in calls if self._passes(call) < min(usual[call.where], default=0)]
+        rest = [call for call in calls if call not in odd and self._passes(call) <= max(usual[call.where], default=-1)]
+        if not odd or not rest or len(odd) + len(rest) < len(self.made):
+            return None
+        ranks, count, due = tuple(call.rank for call in odd), self._passes(odd[0]), min(usual[odd[0].where])
+        text = f"{format_ranks(ranks)} skipped {describe(rest[0])} (backward passes before {describe(odd[0])}: "
+        return _at("skipped", ranks, rest[0], f"{text}{count}, not {due})")
+
     def _described(self, ranks: list[int], others: list[int]) -> Difference | None:
         """What deviating ranks did in place of what the others did."""
         rank, who = ranks[0], format_ranks(tuple(ranks))
-        made, due = ((place := self.places[one]) and place.call for one in (rank, others[0]))
-        kind = self._kind(rank, others[0])
-        elsewhere = _elsewhere(self.program, rank, others, kind, made, due)
-        if elsewhere is not None:
-            wrong, right = elsewhere
-            text = f"{who} made {describe(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
-            return _at("group", ranks, wrong, text)
-        named = due if kind == "skipped" else made or due
-        if named is None:
+        made, due, kind = self.calls[rank], self.calls[others[0]], self._kind(rank, others[0])
+        if elsewhere := self._elsewhere(ranks, others, kind):
+            return elsewhere
+        if kind == "skipped" and due is not None:
+            return self._skipped(ranks, due)
+        if (named := made or due) is None:
             return None
-        if kind == "skipped":
-            return self._skipped(ranks, named)
+        if kind == "waiting" and due is not None:
+            text = f"not sure whether {who} made one call more, {describe(named)}, or skipped {describe(due)}"
+            return _at(kind, ranks, named, text, sure=False)
         if kind == "extra":
             text = f"{who} made one call more: {describe(named)}"
         elif kind == "reordered" and due is not None:
@@ -389,6 +404,26 @@ class _Parting:
         else:
             text = f"{who} made {describe(named)}" + (f", where rank {due.rank} made {describe(due)}" if due else "")
         return _at(kind, ranks, named, text)
+
+    def _elsewhere(self, ranks: list[int], others: list[int], kind: Kind) -> Difference | None:
+        """A call that a rank made on another group than the others made it on."""
+        rank, program = ranks[0], self.program
+        made, due = self.calls[rank], self.calls[others[0]]
+        pairs: list[tuple[Call, Call]] = []
+        if made is not None and kind in ("extra", "operation", "waiting"):
+            theirs = (call for other in program.calls if other != rank for call in program.calls[other])
+            lacking = (call for call in theirs if _twin(call, made) and rank in call.group)
+            pairs += [(made, right) for right in lacking if program.lacks(rank, right)]
+        if due is not None and kind in ("skipped", "operation"):
+            last = max((p.call.order for p in self.sequences[rank][: self.index] if p.call), default=-1)
+            twins = [call for call in program.calls[rank] if _twin(call, due)]
+            known = {call.comm for call in twins if call.order <= last}  # a helper's line, for groups of several axes
+            new = (call for call in twins if call.comm not in known)
+            pairs += [(one, due) for one in new if due.rank not in one.group or program.lacks(due.rank, one)]
+        for wrong, right in pairs:
+            text = f"{format_ranks(tuple(ranks))} made {describe(wrong)}, "
+            return _at("group", ranks, wrong, f"{text}where rank {right.rank} made it on {format_ranks(right.group)}")
+        return None
 
     def _skipped(self, ranks: list[int], named: Call) -> Difference:
         """A call that ranks did not make, or the other end of a message."""
@@ -439,7 +474,10 @@ class _Parting:
             if _in_order(before, a[0].where, b[0].where):
                 return "extra"
             return "skipped" if _in_order(before, b[0].where, a[0].where) else "operation"
-        return "skipped" if later <= sooner else "extra"
+        if later <= sooner:
+            return "skipped"
+        # Without its next call, a rank that came to a known call may have made it once more or skipped to it.
+        return "waiting" if later < _REACH and len(a) == 1 else "extra"
 
 
 def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:
@@ -452,21 +490,6 @@ def _in_order(sequences: Iterable[list[_Place]], first: str, then: str) -> bool:
             then not in line[: len(line) - line[::-1].index(first)] for line in lines if {first, then} <= {*line}
         ]
     return bool(orders) and all(orders) and first != then
-
-
-def _elsewhere(
-    program: _Program, rank: int, others: list[int], kind: Kind, made: Call | None, due: Call | None
-) -> tuple[Call, Call] | None:
-    """(the call, another rank's) where a call was made on another group than the others made it on."""
-    if made is not None and kind in ("extra", "operation"):
-        for right in (call for other in program.recordings if other != rank for call in program.calls(other)):
-            if _twin(right, made) and rank in right.group and program.lacks(rank, right):
-                return made, right
-    if due is not None and kind in ("skipped", "operation"):
-        for wrong in reversed(program.calls(rank)):
-            if _twin(wrong, due) and (due.rank not in wrong.group or program.lacks(due.rank, wrong)):
-                return wrong, due
-    return None
 
 
 def _twin(call: Call, other: Call) -> bool:

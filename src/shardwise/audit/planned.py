@@ -102,13 +102,10 @@ def blueprint_of(one: RankRecording, layout: Layout) -> Blueprint:
         if cut != "replicated" and len(shape) == 2:
             outputs, inputs = shape
             maps[part].append(LinearOp("linear", Width(inputs, cut == "row"), (Width(outputs, cut == "column"),)))
-    return Blueprint(
-        name, 1,
-        tuple(
-            Part(part or "root", "block" if part else "root", part, tuple(some), tuple(maps[part]), 0, 0)
-            for part, some in parts.items()
-        ),
-    )  # fmt: skip
+    return Blueprint(name, 1, tuple(
+        Part(part or "root", "block" if part else "root", part, tuple(some), tuple(maps[part]), 0, 0)
+        for part, some in parts.items()
+    ))  # fmt: skip
 
 
 def beyond(held: Bytes, planned: Bytes, tensors: int) -> list[str]:

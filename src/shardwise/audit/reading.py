@@ -26,6 +26,8 @@ class StepMark:
     """Seconds of the clock."""
     bytes: Mapping[str, int] | None
     """Class -> bytes, of the steps that were measured."""
+    passes: int = 0
+    """Backward passes that the rank began before it."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,12 @@ class _Lines:
                 self.lost += 1
 
     def call(self, order: int, op: str, group: int, dtype: str, shape: list[int], *items: Any) -> None:
-        inputs, outputs, peer, place, phase, engine, step, begin = items
+        inputs, outputs, peer, place, phase, engine, step, begin, passes = items
         comm, ranks = self.groups[group]
         self.values.pop("error", None)  # the program has caught it
         self.calls[order] = Call(
             self.values["rank"], order, op, ranks, dtype, tuple(shape), inputs, outputs, peer, self.places[place],
-            phase, begin, None, "started", comm, engine, step,
+            phase, begin, None, "started", comm, engine, step, passes=passes,
         )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ Each line is a JSON list. Its first item is one of:
 - "rank": rank, world, process id, host, begin (seconds of the clock), torch's version, backend, program
 - "group": number, name, global ranks
 - "place": number, file:line
-- "call": order, op, group, dtype, shape, input bytes, output bytes, peer, place, phase, engine, step, begin
+- "call": order, op, group, dtype, shape, input bytes, output bytes, peer, place, phase, engine, step, begin, passes
 - "end": order, seconds of the clock
-- "step": steps, seconds of the clock, bytes by class
+- "step": steps, seconds of the clock, bytes by class, backward passes until then
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
   trained, shape on this rank] of each
 - "stale": parameters that the optimizer has from before they were sharded
@@ -142,7 +142,7 @@ class Recorder:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="shardwise-audit", daemon=True)
         self.main = threading.main_thread().ident
-        self.step, self.last, self.saved = 0, time.time(), 0
+        self.step, self.passes, self.last, self.saved = 0, 0, time.time(), 0
         self.optimizer: int | None = None
         self.inside: list[Any] = []
         """Optimizers that are in a step, as None, and those within them that have ended theirs."""
@@ -237,7 +237,7 @@ class Recorder:
         order = next(self.orders)
         place = self.places[where]
         call = (order, op, group, dtype, shape, inputs, outputs, peer, place, phase, engine, self.step, begin)
-        self.write("call", *call)
+        self.write("call", *call, self.passes)
         return order
 
     def _follow(self, order: int, work: Any) -> None:
@@ -339,7 +339,7 @@ class Recorder:
                 sizes = self._bytes(optimizer, wrapped)
             except Exception as error:
                 self.write("lost", repr(error))
-        self.write("step", self.step, time.time(), sizes)
+        self.write("step", self.step, time.time(), sizes, self.passes)
         self.saved = 0
 
     def _look(self) -> int:
@@ -372,11 +372,12 @@ class Recorder:
         return {**sizes, "saved": self.saved, "total": total, "peak": max(peak, total)}
 
     def _wrap_backward(self) -> None:
-        """Count the tensors that the graph has saved when a backward pass begins, in the steps that are measured."""
+        """Count backward passes and, in the steps that are measured, the tensors that the graph has saved for one."""
         autograd = self.torch.autograd
         run = autograd._engine_run_backward
 
         def counted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self.passes += 1
             if 0 < self.step < MEASURED_STEPS:
                 try:
                     weights = {_storage(_local(p)) for root in self.roots for p in root.parameters()}

@@ -187,9 +187,8 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
         yield _traffic(audit)
         yield from (said for _, said in audit.rows)
     if audit.bytes is not None:
-        parts = [
-            (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
-        ]
+        names = ("parameters", "gradients", "optimizer", "saved", "other")
+        parts = [(name, getattr(audit.bytes, name)) for name in names]
         yield "\nmemory: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
         yield f"  at most {format_bytes(audit.peak or 0)} on a rank"
         yield from (f"  beyond the plan: {text}" for text in audit.beyond)

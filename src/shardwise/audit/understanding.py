@@ -115,10 +115,8 @@ def _layout(
         keys["zero"] = stage
         if shard > 1 and replicas > 1:
             keys[SHARDS] = shard
-    if scattered := any(
-        call.op == "reduce_scatter" and call.phase == "forward" and call.group in groups.get(TENSOR, ())
-        for call in calls
-    ):
+    summed = (call for call in calls if call.op == "reduce_scatter" and call.phase == "forward")
+    if scattered := any(call.group in groups.get(TENSOR, ()) for call in summed):
         reasons["sp"] = "activations are scattered in the forward pass"
     keys["sp"] = int(scattered)
     pipeline = next((one.pipeline for one in recordings if one.pipeline), None)

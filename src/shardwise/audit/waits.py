@@ -40,9 +40,8 @@ def call_spans(calls: Iterable[Call]) -> tuple[TimeSpan, ...]:
             begin = round(call.begin * 1e9)
             end = begin + _NEVER if call.end is None else round(call.end * 1e9)
             about = {"op": call.op, "axes": call.comm, "ranks": call.group, "bytes": call.inputs, "where": call.where}
-            spans.append(
-                TimeSpan(call.op, COMMUNICATION, begin, end, about | {"step": call.step, "number": call.number})
-            )
+            about |= {"step": call.step, "number": call.number}
+            spans.append(TimeSpan(call.op, COMMUNICATION, begin, end, about))
     return tuple(spans)
 
 
@@ -52,15 +51,10 @@ def matched(timelines: Mapping[int, Sequence[TimeSpan]]) -> list[step_parts.Call
     for rank, spans in timelines.items():
         for span in spans:
             starts[span.args["axes"], span.args["ranks"]].setdefault(rank, span.args["number"])
-    known = {
-        rank: [
-            span
-            for span in spans
-            if span.name not in MESSAGES and len(span.args["ranks"]) > 1
-            if span.args["number"] >= max(starts[span.args["axes"], span.args["ranks"]].values())
-        ]
-        for rank, spans in timelines.items()
-    }
+    known = {}
+    for rank, spans in timelines.items():
+        made = [(span, span.args) for span in spans if span.name not in MESSAGES and len(span.args["ranks"]) > 1]
+        known[rank] = [s for s, about in made if about["number"] >= max(starts[about["axes"], about["ranks"]].values())]
     calls = step_parts.matched(known)
     return [call for call in calls if len(call) == len(known.keys() & next(iter(call.values())).args["ranks"])]
 

@@ -61,10 +61,8 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     rows = list(_collectives(events, groups, device))
     if not device:  # gloo has several threads, which begin calls in another order than that of the program
         rows.sort(key=lambda row: int(row[0].args.get("Record function id", 0)))
-    calls = tuple(
-        replace(call, rank=rank, order=order, begin=event.begin / 1e9, end=event.end / 1e9)
-        for order, (event, call) in enumerate(rows)
-    )
+    times = [{"begin": event.begin / 1e9, "end": event.end / 1e9} for event, _ in rows]
+    calls = tuple(replace(call, rank=rank, order=at, **times[at]) for at, (_, call) in enumerate(rows))
     unknown = ["lines of the program"]
     strange = sorted({event.category for event in events} - _KNOWN - _HOST - _DEVICE.keys())
     unknown += [f"what {category} are" for category in strange if category.endswith("events")]

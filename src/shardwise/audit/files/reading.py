@@ -164,11 +164,9 @@ def _with_groups(recordings: Sequence[Recording]) -> list[Recording]:
     for one in recordings:
         for name in {WORLD, *(call.comm for call in one.calls)}:
             members.setdefault((one.kind, name), set()).add(one.rank)
-    return [
-        replace(
-            one, calls=tuple(replace(c, group=c.group or tuple(sorted(members[one.kind, c.comm]))) for c in one.calls)
-        )
-        if one.kind == "Flight Recorder"
-        else one
-        for one in recordings
-    ]
+    results = []
+    for one in recordings:
+        known = (c.group or tuple(sorted(members[one.kind, c.comm])) for c in one.calls)
+        calls = tuple(replace(call, group=group) for call, group in zip(one.calls, known, strict=True))
+        results.append(replace(one, calls=calls) if one.kind == "Flight Recorder" else one)
+    return results

@@ -48,23 +48,12 @@ UNRANKED = -1
 MOST_RANKS = 1 << 24
 
 _OPERATIONS = {
-    "sendrecv": "send_recv",
-    "allgatherintotensor": "all_gather_into",
-    "allgatherbase": "all_gather_into",
-    "allgathersingle": "all_gather_into",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "allreducebarrier": "barrier",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-}
+    "sendrecv": "send_recv", "allgatherintotensor": "all_gather_into", "allgatherbase": "all_gather_into",
+    "allgathersingle": "all_gather_into", "allgather": "all_gather", "reducescatter": "reduce_scatter",
+    "allreducebarrier": "barrier", "allreduce": "all_reduce", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "barrier": "barrier", "reduce": "reduce", "gather": "gather",
+    "scatter": "scatter", "send": "send", "recv": "recv",
+}  # fmt: skip
 """Beginning of a name without all but its letters -> operation; the first that suits."""
 
 KERNEL = re.compile(r"(?:nccl|rccl)x?(?:dev)?kernel_?", re.IGNORECASE)
