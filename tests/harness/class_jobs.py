@@ -177,7 +177,8 @@ def measured_in_bf16(rank: int, payload: tuple[ClassModel, Layout, Mapping[str, 
     """A step in bf16, in which experts compute by the products of theirs that a trace knows."""
     model, layout, plan = payload
     module = split(model().eval(), layout, plan, optimizer=SETTINGS)
-    module.train_step(token_loss, rows_of(model, 0, module.program.comms), lr=LR, measure=True)
+    for step in range(STEPS):
+        module.train_step(token_loss, rows_of(model, step, module.program.comms), lr=LR, measure=step == STEPS - 1)
     return module.report()
 
 

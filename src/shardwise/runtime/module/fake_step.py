@@ -17,6 +17,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.runtime.dryrun import fake_comms
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule, call
+from shardwise.runtime.module.initial import place_buffers
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
 from shardwise.runtime.module.stage_recorder import RawStages, StageRecorder
@@ -73,10 +74,9 @@ def fake_stages(
 
 def _program(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
     units = unit_plan(described.blueprint, layout, Workload.of_rows(layout, micro_batches))
-    return ModuleProgram(
-        module, described, units, fake_comms(units), OptimizerConfig(), lambda parameter, index: index.double(),
-        torch.device("cpu"),
-    )  # fmt: skip
+    values, device = (lambda parameter, index: index.double()), torch.device("cpu")
+    place_buffers(module, layout, values, device)
+    return ModuleProgram(module, described, units, fake_comms(units), OptimizerConfig(), values, device)
 
 
 def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:
