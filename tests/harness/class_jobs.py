@@ -7,7 +7,7 @@ stopped.
 import json
 import sys
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -267,10 +267,9 @@ on one device.
 - Plans for tp are the class's own, except suggested ones of {suggested}.
 - \\*: measured collectives and bytes by class equal the predicted ones, with adapters or without, and peaks are within
   {peak}; none were predicted of the others. †: with ep=2, whose bytes are those of a step in bf16.
-- Tests check pipelines of {chains}, and tokens with tp=2 against `transformers`' own of
-  {generating}.
-- At the published width with 2 layers, {wide} and rows of {seq} tokens, ledger and classes of memory observed on fake
-  tensors are the predicted ones, and peaks within {error}, of {widths}.
+- Tests check tokens with tp=2 against `transformers`' own of {generating}.
+- At the published width with 2 layers, {wide} and rows of {seq} tokens, ledger, bytes and peaks (within {error}) on
+  fake tensors are the predicted ones of {widths}.
 
 *Base* is the largest relative error of any module's output, any parameter's gradient, and losses and gradient norms of
 two steps of AdamW, *LoRA* the same with adapters beside all maps and stacked experts, *cp* under {cut}; empty where
@@ -313,7 +312,7 @@ def _rows(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating: Sequence[Sequence[str]]) -> str:
+def page(rows: Sequence[Mapping[str, Any]], generating: Sequence[Sequence[str]]) -> str:
     """The table of all families that have a result, behind what they have in common."""
     import transformers
 
@@ -333,7 +332,6 @@ def page(rows: Sequence[Mapping[str, Any]], chains: Collection[str], generating:
         peak=f"{max((row['peak'] for row in rows if row.get('predicted')), default=0):.1%}",
         wide=WIDE, seq=WIDE_SEQ, error=f"{max((row['error'] for row in wide_ones), default=0):.1%}",
         widths=", ".join(row["words"] for row in wide_ones),
-        chains=", ".join(family for family in bases if family in chains),
         generating=", ".join(f"{family} ({axes})" for family, axes in generating),
     )  # fmt: skip
     return head + "\n".join(lines) + "\n"
@@ -348,7 +346,7 @@ def _error(row: Mapping[str, Any]) -> str:
 def main(results: Path) -> None:
     cases = tomllib.loads((PAGE.parents[1] / "tests/runtime/cases.toml").read_text())["test_model_classes"]
     measure(results, cases["FAMILIES"], cases["WIDE"])
-    PAGE.write_text(page(_rows(results), cases["CHAINS"], cases["GENERATING"]))
+    PAGE.write_text(page(_rows(results), cases["GENERATING"]))
 
 
 if __name__ == "__main__":
