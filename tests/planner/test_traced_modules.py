@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from harness.cases import from_table
 from harness.own_modules import llama, mixtral
 from shardwise import Blueprint, Layout, ModelConfig, UserError, Workload, estimate, plan, trace
+from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError
 from shardwise.layout.modules import check_module_layout
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.flops import training_flops_per_sequence
+from shardwise.model.parameters import count
 from shardwise.planner.space import Space
+from shardwise.predict.breakdown import breakdown
 from shardwise.predict.time.features import EVERYTHING
 from shardwise.predict.time.profiles import engine
 
@@ -102,6 +105,20 @@ def test_flops_of_experts_are_those_of_their_rows(mixture):
     assert sum(op.count * op.flops[0] for op in products) == 3 * 2 * (2 * SEQ * 2) * 3 * 2048 * 5632
     for op in products:
         assert math.prod(pair[1] for pair in op.sizes) * 2 == op.flops[1]
+
+
+@pytest.mark.parametrize("layout", ["dp=8,zero=1,recompute=full", "dp=8,ep=8,zero=3", "dp=4,cp=2,ep=8", "dp=4,pp=2"])
+def test_terms_of_a_traced_module_add_up(mixture, traced, layout):
+    model, layout, workload = (mixture if "ep" in layout else traced), Layout.parse(layout), Workload(seq=SEQ, batch=64)
+    report = estimate(model, layout, workload, CLUSTER)
+    held = max(report.roles, key=lambda role: role.peak_bytes).bytes
+    terms = breakdown(model, layout, workload, Cluster.parse(CLUSTER), report)
+    assert sum(term.nbytes for term in terms.saved) == held.saved
+    assert terms.own.total == held.parameters + held.gradients + held.optimizer
+    assert sum(terms.parameters.values()) == count(model) and len(terms.states) == 4
+    flops = terms.flops
+    assert flops.matrices + flops.attention == 64 * training_flops_per_sequence(model, SEQ)
+    assert 0.2 < flops.recompute / (flops.matrices + flops.attention) < 0.34 or layout.recompute == "none"
 
 
 @pytest.mark.parametrize("fixed", [{"cp": 1, "ep": 8}, {"cp": 2, "ep": 8}])

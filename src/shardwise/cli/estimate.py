@@ -233,8 +233,6 @@ def _breakdown(args: EstimateOptions, step: EstimatedStep) -> int:
     from shardwise.predict.recompute_modes import recompute_modes
 
     model, layout, workload, cluster = step.subject
-    if isinstance(model, Blueprint):
-        raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
     report = step.estimate()
     terms, modes = (
         breakdown(model, layout, workload, cluster, report),

@@ -6,7 +6,8 @@ Attention is causal: each token attends to itself and those before it, half of t
 whole square, the convention of PaLM and Megatron-LM, for comparisons with what they published.
 """
 
-from typing import Literal
+from collections import Counter
+from typing import Literal, NamedTuple
 
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.config import ModelConfig
@@ -78,16 +79,31 @@ def training_flops_per_sequence(config: Model, seq: int, causal: bool = True) ->
     """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens; of a traced module, those of its
     operations for a row, whatever `causal` is."""
     if isinstance(config, Blueprint):
-        return _traced_flops(config)
+        flops = traced_flops(config)
+        return flops.attention + flops.rest
     return seq * training_flops_per_token(config, seq, causal)
 
 
-def _traced_flops(model: Blueprint) -> int:
-    """FLOPs that one more row of a micro-batch costs a traced module."""
+class RowFlops(NamedTuple):
+    """FLOPs that one more row of a micro-batch costs a traced module, forward and backward."""
+
+    attention: int
+    rest: int
+    blocks: int
+    """Of these, the blocks' forward pass."""
+
+
+def traced_flops(model: Blueprint) -> RowFlops:
+    """FLOPs of its operations, over all ranks that share a row."""
     assert model.trace is not None
     first, second = model.trace.rows
     step = next(step for step in model.trace.steps if step.tp == min(model.trace.degrees) and step.operations)
-    total = sum(
-        len(each.parts) * op.count * (op.flops[1] - op.flops[0]) for each in step.operations for op in each.operations
-    )
-    return total * step.tp // (second - first)
+    sums = Counter[str]()
+    for each in step.operations:
+        blocks = sum(model.kind(part) == "block" for part in each.parts)
+        for op in each.operations:
+            flops = op.count * (op.flops[1] - op.flops[0])
+            sums["attention" if op.kind == "attention" else "rest"] += len(each.parts) * flops
+            sums["blocks"] += blocks * flops * (op.phase == "forward")
+    shared = step.tp * step.pieces
+    return RowFlops(*(sums[name] * shared // (second - first) for name in RowFlops._fields))

@@ -98,6 +98,8 @@ class TracedStep:
     """Whether the stream was cut along the sequence."""
     cut: str = ""
     """Keys of the layout beside these, as of `traced_cut`."""
+    pieces: int = 1
+    """Ranks that have a part of a row's tokens each."""
     received: tuple[tuple[str, Pair], ...] = ()
     """Of what is saved, bytes of rows that experts here receive where all receive as many."""
 

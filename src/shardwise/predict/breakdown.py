@@ -4,6 +4,7 @@ Every number comes from the functions that `estimate` adds up, so each table's s
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -17,20 +18,23 @@ from shardwise.layout.optimizers import MODEL
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.adapters import factor_of
-from shardwise.model.blueprint import Parameter, Part
+from shardwise.model.blueprint import Blueprint, Parameter, Part
 from shardwise.model.flops import (
     Recompute,
     attention_flops_per_token,
     hardware_flops_per_token,
     matmul_parameters,
+    traced_flops,
     training_flops_per_token,
 )
 from shardwise.model.parameters import Model, blueprint
+from shardwise.model.trace import Trace, TracedStep
 from shardwise.predict.memory.activations import kept_items, saved_items, saved_mask
-from shardwise.predict.memory.pipeline import most_under_way
+from shardwise.predict.memory.pipeline import most_under_way, stages_of
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.step import OUTER, optimizer_arrays, predict_bytes
+from shardwise.predict.memory.traced import trace_of
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.ring_volume import ring_bytes
 from shardwise.report.step_report import Bytes, Role, StepReport
@@ -80,8 +84,10 @@ class SavedTerm:
 
 
 def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
-    """Every kind of saved tensor of a model with a configuration, in the order of the forward pass. Their sum is the
-    class `saved` of `predict_bytes`."""
+    """Every kind of saved tensor, in the order of the forward pass; of a traced module those of equal parts, or of a
+    stage, together. Their sum is the class `saved` of `predict_bytes`."""
+    if traced := trace_of(plan):
+        return tuple(_of_trace(plan, *traced))
     s = Sizes.of(plan)
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
@@ -104,6 +110,24 @@ def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
         masks = way.attending
     add("block", {MASK: saved_mask(plan, s)}, masks)
     return tuple(SavedTerm(kind, name, nbytes, counts[kind, name]) for (kind, name), nbytes in sums.items() if nbytes)
+
+
+def _of_trace(plan: UnitPlan, trace: Trace, step: TracedStep) -> Iterator[SavedTerm]:
+    if plan.layout.pp > 1:
+        way, stages = most_under_way(plan), stages_of(plan)
+        for stage in plan.stages:
+            count = way.saved[stage]
+            yield SavedTerm("stage", f"stage {stage}", count * stages.of(stage).saved, count)
+        if stages.lasting:
+            yield SavedTerm("stage", "buffers", stages.lasting, 1)
+        return
+    sums: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, nbytes in step.saved:
+        key = plan.blueprint.kind(name), f"of {plan.blueprint.part(name).module}"
+        sums[key] += trace.at(nbytes, plan.layout.micro)
+        counts[key] += 1
+    yield from (SavedTerm(*key, nbytes, counts[key]) for key, nbytes in sums.items())
 
 
 ARRAYS = {
@@ -145,7 +169,7 @@ class TrainingFlops:
     recompute: int
     """FLOPs that recomputation adds, which are no model FLOPs."""
     matrix_elements: int
-    """Matrix elements that one token is multiplied with: the N of 6ND."""
+    """Matrix elements that one token is multiplied with: the N of 6ND; 0 for a traced module."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +196,7 @@ class Breakdown(Json):
         return next(states for states in self.states if states.stage == self.stage)
 
 
-def breakdown(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, report: StepReport
-) -> Breakdown:
+def breakdown(model: Model, layout: Layout, workload: Workload, cluster: Cluster, report: StepReport) -> Breakdown:
     """Terms of `report`, which `estimate` gave for the same arguments."""
     layout, _ = suited(layout, model)
     role = max(report.roles, key=lambda role: role.peak_bytes)
@@ -194,7 +216,8 @@ def _under(plan: UnitPlan, stage: int) -> UnitPlan | None:
     """The plan under another ZeRO stage, without the keys that this stage has not; None where it cannot be."""
     try:
         layout = with_stage(plan.layout, stage)
-        check(layout, plan.model, plan.workload)
+        if isinstance(plan.subject, ModelConfig):
+            check(layout, plan.subject, plan.workload)
         return replace(plan, layout=layout)
     except LayoutError:
         return None
@@ -222,9 +245,12 @@ def _sent(plan: UnitPlan) -> Fraction:
     return sum((ring_bytes(row, plan) for row in rows), Fraction(0))
 
 
-def training_flops(model: ModelConfig, layout: Layout, workload: Workload) -> TrainingFlops:
-    """Terms of `training_flops_per_token`, and what recomputation adds, for a step."""
+def training_flops(model: Model, layout: Layout, workload: Workload) -> TrainingFlops:
+    """Terms of `training_flops_per_sequence`, and what recomputation adds, for a step."""
     tokens, seq = workload.batch * workload.seq, workload.seq
+    if isinstance(model, Blueprint):
+        attention, rest, blocks = (workload.batch * flops for flops in traced_flops(model))
+        return TrainingFlops(tokens, rest, attention, blocks * (layout.recompute == "full"), 0)
     recompute: Recompute = "full" if layout.recompute == "input" else layout.recompute  # type: ignore[assignment]
     total = training_flops_per_token(model, seq)
     attention = 3 * attention_flops_per_token(model, seq)

@@ -6,7 +6,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import CHOICES
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.breakdown import training_flops
 from shardwise.predict.estimate import estimate
 
@@ -25,9 +25,7 @@ class RecomputeMode:
     """FLOPs of recomputation over the model's."""
 
 
-def recompute_modes(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster
-) -> tuple[RecomputeMode, ...]:
+def recompute_modes(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> tuple[RecomputeMode, ...]:
     """Every mode that the layout can have, the one that recomputes least first."""
     modes = []
     for name in CHOICES["recompute"]:

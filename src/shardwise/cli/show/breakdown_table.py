@@ -89,7 +89,9 @@ def _flops(terms: Breakdown) -> FittedTable:
     columns = (Column("FLOPs", left=True, wraps=True), Column("number"), Column("share"))
     table = FittedTable(columns, title=f"FLOPs of a step, {flops.tokens:,} tokens, all ranks")
     matrices = f"matrices: 6 x {format_count(flops.matrix_elements)} x tokens"
-    if flops.matrices != 6 * flops.matrix_elements * flops.tokens:
+    if not flops.matrix_elements:
+        matrices = "all but attention, as traced"
+    elif flops.matrices != 6 * flops.matrix_elements * flops.tokens:
         matrices = "matrices: 6 per trained element and token, 4 per frozen one"
     table.add_row(matrices, format_count(flops.matrices), format_share(flops.matrices / total))
     table.add_row("attention, causal", format_count(flops.attention), format_share(flops.attention / total))

@@ -11,7 +11,6 @@ from fractions import Fraction
 
 from shardwise.codec import Json
 from shardwise.layout.axes import named
-from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 
@@ -37,7 +36,7 @@ class Volume(Json):
 
 def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
     """Bytes that one rank sends for a row of its ledger. A received message costs its receiver nothing."""
-    mesh = Mesh.of(plan.layout, plan.model)
+    mesh = plan.mesh
     ranks = mesh.size(named(row.axes))
     elements, unit = row.elements, plan.by_name.get(row.unit)
     if row.op == "all_gather_into" and unit and row.axes == mesh.name(unit.sharded_over):

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.axes import CP
 from shardwise.layout.experts import spreads_experts
 from shardwise.layout.layout import cut_layout, most_cut, traced_cut
 from shardwise.layout.state_rows import state_rows
@@ -257,6 +258,7 @@ def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> Tra
         _operations(one, other) if layout.recompute == "none" else (),
         sp=layout.sp,
         cut=traced_cut(layout),
+        pieces=plan.mesh.size(CP),
     )
 
 
