@@ -34,7 +34,7 @@ from shardwise.predict.memory.pipeline import most_under_way, stages_of
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.step import OUTER, optimizer_arrays, predict_bytes
-from shardwise.predict.memory.traced import trace_of
+from shardwise.predict.memory.traced import saved_by_part, trace_of
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.ring_volume import ring_bytes
 from shardwise.report.step_report import Bytes, Role, StepReport
@@ -123,9 +123,9 @@ def _of_trace(plan: UnitPlan, trace: Trace, step: TracedStep) -> Iterator[SavedT
         return
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
-    for name, nbytes in step.saved:
+    for name, nbytes in saved_by_part(plan, trace, step).items():
         key = plan.blueprint.kind(name), f"of {plan.blueprint.part(name).module}"
-        sums[key] += trace.at(nbytes, plan.layout.micro)
+        sums[key] += nbytes
         counts[key] += 1
     yield from (SavedTerm(*key, nbytes, counts[key]) for key, nbytes in sums.items())
 

@@ -36,9 +36,17 @@ def wrap(text: str, width: int) -> str:
 
 def fitted(text: str, stream: TextIO) -> str:
     """`text` in lines as wide as `COLUMNS`, or a stream's terminal, or else as it is. No word is cut."""
-    width = os.environ.get("COLUMNS", "")
-    columns = int(width) if width.isdigit() else os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
-    if not columns:
+    if not (columns := _columns(stream)):
         return text
     wrapper = _Wrapper(columns, subsequent_indent="  ", break_long_words=False)
     return "\n".join(part for line in text.split("\n") for part in wrapper.wrap(line) or [""])
+
+
+def _columns(stream: TextIO) -> int:
+    """0 where nothing says how wide it is."""
+    if (width := os.environ.get("COLUMNS", "")).isdigit():
+        return int(width)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except OSError:  # a terminal in name alone
+        return 0

@@ -31,7 +31,12 @@ def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:
 
 def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
     """Bytes that a micro-batch saves for backward; the most of any."""
-    return sum(trace.at(nbytes, plan.layout.micro) for _, nbytes in step.saved) + _received(plan, trace, step)
+    return sum(saved_by_part(plan, trace, step).values()) + _received(plan, trace, step)
+
+
+def saved_by_part(plan: UnitPlan, trace: Trace, step: TracedStep) -> dict[str, int]:
+    """Part -> bytes that a micro-batch saves in it, where experts everywhere receive as many rows."""
+    return {part: trace.at(nbytes, plan.layout.micro) for part, nbytes in step.saved}
 
 
 def more_received(plan: UnitPlan, equal: int, part: str, micro: int) -> int:
