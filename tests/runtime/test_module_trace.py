@@ -3,7 +3,7 @@ import os
 import random
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,24 +28,28 @@ from shardwise.model.blueprint import Part
 from shardwise.report.compare import ReportComparison, compare
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks
-from shardwise.runtime.module.trace import _Tracer
+from shardwise.runtime.module.trace import _Tracer, traced_modes
 
 NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2")
 
 
 @cache
-def traced(name: str, cut: str, tp: int, precision: str, piped: bool = False) -> Blueprint:
+def traced(
+    name: str, cut: str, tp: int, precision: str, piped: bool = False, modes: Sequence[str] = ("none", "full")
+) -> Blueprint:
     case = TracedCase(name, cut)
     return trace(
         case.build, case.batch(2), case.plan, loss=case.loss(), parts=case.parts if piped else None, tp=[tp],
-        precisions=[precision], cuts=[cut],
+        precisions=[precision], cuts=[cut], modes=modes,
     )  # fmt: skip
 
 
 def compared(case: TracedCase) -> Iterator[ReportComparison]:
     """A measured step beside its prediction, on each rank."""
     layout = Layout.parse(case.layout)
-    model = traced(case.name, traced_cut(layout), layout.tp, layout.precision, layout.pp > 1)
+    model = traced(
+        case.name, traced_cut(layout), layout.tp, layout.precision, layout.pp > 1, tuple(traced_modes(layout))
+    )
     workload = Workload(seq=model.trace.seq, batch=layout.dp * layout.micro * case.accumulate)
     for report in run_ranks("harness.traced_jobs:measured", layout.ranks, case):
         recorded = report.roles if layout.ep > 1 else ()
@@ -106,10 +110,12 @@ CUTS = [
         ("phi3", "cp=2,cpkind=allgather,recompute=full", 2),
         ("llama", "tp=2,cp=2,zero=1,recompute=full", 1),
         ("llama", "pp=2,cp=2", 2),
+        ("qwen3", "dp=2,tp=2,zero=3,recompute=selective", 2),
+        ("mixtral", "dp=2,ep=2,recompute=selective", 1),
         ("mixtral", "dp=2,pp=2,ep=2,zero=1", 2),
     )
 ]
-"""Experts and sequences that are spread over ranks."""
+"""Experts and sequences that are spread over ranks, and attention that is computed again."""
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ CASES = [
 """Family, tensor-parallel degree, recomputation, cut."""
 
 
-def tracer(name: str, loss: Any = token_loss) -> _Tracer:
+def tracer(name: str, loss: Any, mode: str) -> _Tracer:
     build, parts = FAMILIES[name]
     torch.manual_seed(0)
-    return _Tracer(build(), token_example(2, SEQ), None, None, parts, loss)
+    return _Tracer(build(), token_example(2, SEQ), None, None, parts, loss, (mode,))
 
 
 def unordered(step: TracedStep) -> TracedStep:
@@ -48,9 +48,8 @@ def unordered(step: TracedStep) -> TracedStep:
 
 
 @pytest.mark.parametrize("name, tp, recompute, cut", some_of(CASES, 1, "traced repeats"))
-def test_a_shortened_module_has_the_trace_of_the_whole_one(name, tp, recompute, cut, monkeypatch) -> None:
-    monkeypatch.setattr("shardwise.runtime.module.trace.RECOMPUTE", (recompute,))
-    whole = tracer(name, aligned_loss if cut == "cp=2" else token_loss)
+def test_a_shortened_module_has_the_trace_of_the_whole_one(name, tp, recompute, cut) -> None:
+    whole = tracer(name, aligned_loss if cut == "cp=2" else token_loss, recompute)
     short = whole.shortened()
     assert short is not None and len(short.blocks) < len(whole.blocks) and short.whole.width == WIDTHS.get(name, 1)
     one, other = (each.blueprint([tp], ["bf16"], [cut]) for each in (short, whole))

@@ -106,15 +106,18 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
     times = cache(TracedTimes(model, pricing, split.dtype, hidden, beside).of)
     cut_of = cache(lambda *apart: traced_cut(cut_layout(dict(zip(APART, apart, strict=True)))))
     apart = [getattr(split, name) for name in APART]
-    arrays = np.broadcast_arrays(_recomputed(split)[0], split.tp, split.micro, split.sp, *apart)
+    arrays = np.broadcast_arrays(*_recomputed(split), split.tp, split.micro, split.sp, *apart)
     rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
-    found = [(*times(tp, micro, sp, cut_of(*cut)), again) for again, tp, micro, sp, *cut in rows]
+    found = [
+        (*times(tp, micro, sp, cut_of(*cut)), {**dict.fromkeys(TRACED_KINDS, whole), "attention": whole + core})
+        for whole, core, tp, micro, sp, *cut in rows
+    ]
 
     def column(of: Callable[..., Num]) -> Num:
         return np.array([of(*parts, again=again) for *parts, again in found]).reshape(arrays[0].shape)
 
     def block_of(kind: str) -> Num:
-        return column(lambda block, *ends, again: (1 + again) * block.forward[kind] + block.backward[kind])
+        return column(lambda block, *ends, again: (1 + again[kind]) * block.forward[kind] + block.backward[kind])
 
     def end_of(which: int) -> Parts:
         def of(kind: str) -> Num:

@@ -35,7 +35,7 @@ from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
 from shardwise.runtime.module.losses import Loss, LossRows, loss_of, margins, token_loss
 from shardwise.runtime.module.program import ModuleProgram
-from shardwise.runtime.module.trace import trace
+from shardwise.runtime.module.trace import trace, traced_modes
 from shardwise.runtime.offload.file import Kept
 from shardwise.runtime.pipeline.program import StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
@@ -262,5 +262,5 @@ def traced(config: TrainConfig) -> Blueprint:
     rows = LossRows(ids, ids, ids if packed else None, reference if dpo else None)
     return trace(
         split.module, rows, split.plan, loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp],
-        precisions=[layout.precision], cuts=[traced_cut(layout)],
+        precisions=[layout.precision], cuts=[traced_cut(layout)], modes=traced_modes(layout),
     )  # fmt: skip

@@ -64,6 +64,7 @@ def trace(
     tp: Sequence[int] | None = None,
     precisions: Sequence[str] = PRECISIONS,
     cuts: Sequence[str] = ("",),
+    modes: Sequence[str] = RECOMPUTE,
 ) -> Blueprint:
     """Describe a module by its parts, parameters and traced steps, for `estimate` and `plan`. No weight is read.
 
@@ -73,14 +74,14 @@ def trace(
     `train_step`; None is the sum of the outputs, or their `loss`.
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
     default, alone. cuts: other keys of a layout under which it is traced, such as "ep=2" or "cp=2,cpkind=ulysses", each
-    at all of these degrees; "" for none.
+    at all of these degrees; "" for none. modes: of recomputation, of which "none" has the operations.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
-    tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss)
+    tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss, modes)
     try:
         if short := tracer.shortened():
             return short.blueprint(tp, precisions, cuts)
@@ -89,13 +90,19 @@ def trace(
     return tracer.blueprint(tp, precisions, cuts)
 
 
+def traced_modes(layout: Layout) -> list[str]:
+    """Modes of recomputation with which a module is traced for a layout: without any it shows its operations."""
+    return sorted({"none", layout.recompute})
+
+
 class _Tracer:
     """Traced steps of one module."""
 
     def __init__(
         self, module: nn.Module, example: Any, plan: Mapping[str, str] | None, blocks: Sequence[str] | None,
-        parts: Sequence[str | nn.Module] | None, loss: LossFunction,
+        parts: Sequence[str | nn.Module] | None, loss: LossFunction, modes: Sequence[str] = RECOMPUTE,
     ) -> None:  # fmt: skip
+        self.modes = modes
         self.module, self.example, self.plan, self.loss, self.parts = module, example, plan, loss, parts
         self.whole: Whole | None = None
         """How a shortened module's steps become those of the whole one."""
@@ -131,8 +138,9 @@ class _Tracer:
         if not repeats.left_out:
             return None
         short = _Tracer(
-            shortened(self.module, repeats), self.example, self.plan, self.blocks_named or None, self.parts, self.loss
-        )
+            shortened(self.module, repeats), self.example, self.plan, self.blocks_named or None, self.parts, self.loss,
+            self.modes,
+        )  # fmt: skip
         short.described, short.whole = self.described, Whole(repeats, short.blocks)
         return short
 
@@ -143,7 +151,7 @@ class _Tracer:
         described = self._described(degrees)
         largest = describe(self.described[0], most_cut(cuts, max(described)), self.plan, self.described[1]).blueprint
         steps = []
-        for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, RECOMPUTE):
+        for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, self.modes):
             layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
             split = describe(self.module, layout, self.plan, self.blocks) if spreads_experts(layout) else parts
             steps.append(self._step(split, layout))
@@ -161,7 +169,7 @@ class _Tracer:
         """The description for sequence parallelism and its traced steps; None for a degree that does not have it."""
         try:
             described = describe(self.module, Layout(tp=tp, sp=True), self.plan, self.blocks)
-            layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, RECOMPUTE)]  # type: ignore[arg-type]
+            layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, self.modes)]  # type: ignore[arg-type]
             whole = describe(self.described[0], layouts[0], self.plan, self.described[1]).blueprint
             return whole, [self._step(described, layout) for layout in layouts]
         except UserError as error:
