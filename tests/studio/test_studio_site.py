@@ -45,9 +45,6 @@ def reader(browser: Any, studio: Any) -> Iterator[Visitor]:
     tab.close()
 
 
-pytestmark = pytest.mark.timeout(1500 if EVERYTHING else 300)  # the whole site takes 8 minutes
-
-
 def test_every_view_opens_from_disk_and_is_small(reader: Visitor, site: Site) -> None:
     read: list[str] = []
     reader.page.on("request", lambda request: read.append(request.url))
