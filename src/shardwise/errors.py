@@ -25,7 +25,8 @@ def brief(error: BaseException, most: int = 240) -> str:
     """Another library's error as one line of at most `most` characters, cut between words."""
     from textwrap import shorten
 
-    return shorten(str(error), most, placeholder=" ...") or type(error).__name__
+    line = shorten(str(error), most, placeholder=" ...")
+    return str(error)[:most] if line == "..." else line or type(error).__name__
 
 
 def file_limit(error: BaseException) -> str:

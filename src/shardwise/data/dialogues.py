@@ -53,7 +53,7 @@ class DialogueEncoder:
             texts = self._texts(record, place)
             dialogues = [self._numbers(text, spans, plain) for text, spans, plain in texts]
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
-            missing = "messages" if self._shape == "chat" else error.args[0]
+            missing = "messages" if self._shape == "chat" else str(error).strip("'")
             what = f"it has {', '.join(record)} and no {missing}" if isinstance(error, KeyError) else str(error)
             raise UserError(
                 f"{place} is no dialogue ({what}); messages have a role and content, and all records one shape"

@@ -203,7 +203,8 @@ def with_stage(layout: Layout, zero: int) -> Layout:
 
 def traced_cut(layout: Layout) -> str:
     """The layout text of the keys for whose values a module is traced apart; empty where they have their defaults."""
-    return ",".join(key.text(value) for key, value in changed(layout).items() if key.name in APART)
+    apart = ((key, value) for key, value in changed(layout).items() if key.name in APART and key.matters(layout))
+    return ",".join(key.text(value) for key, value in apart)
 
 
 def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
@@ -212,10 +213,10 @@ def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
     values = read(cut, f"{cut!r}", APART) if isinstance(cut, str) else cut
     if other := next((name for name in values if name not in APART), ""):
         raise UserError(f"{cut!r}: {other} is none of {', '.join(APART)}, for which a module is traced apart")
-    return Layout(dp=values.get("ep", 1), **values, **keys)
+    return Layout(dp=max(1, values.get("ep", 1)), **values, **keys)
 
 
 def most_cut(cuts: Iterable[str], tp: int) -> Layout:
-    """A layout that cuts all that one of them cuts."""
+    """A layout that cuts all that layouts of these cuts, as of `traced_cut`, cut."""
     layouts = {layout.ep > 1: layout for layout in (cut_layout(cut, tp=tp) for cut in cuts)}
     return replace(layouts[True], etp=tp) if len(layouts) > 1 else next(iter(layouts.values()))

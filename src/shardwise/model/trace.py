@@ -56,6 +56,8 @@ class TracedMoment:
     first: Pair
     later: Pair
     """Where gradients of weights are added to those of an earlier micro-batch."""
+    received: Pair = (0, 0)
+    """Of `first`, bytes of rows that experts here receive where all receive as many."""
 
 
 @dataclass(frozen=True)

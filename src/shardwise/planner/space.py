@@ -160,11 +160,14 @@ def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
     """Why no layout of this model, on any cluster, has what is fixed; empty where one may."""
     ep = fixed.get("ep", 1)
     if (cuts := searched_cuts(model)) is not None:
-        for key in fixed.keys() & {*APART}:
-            if fixed[key] not in (degrees := {getattr(cut, key) for cut in cuts.values()}):
-                known = ", ".join(map(str, sorted(degrees)))
-                return f"{model.name} was not traced with {key}={fixed[key]}; choose {known}, or trace it again"
-        return ""
+        wanted = {key: fixed[key] for key in APART if key in fixed}
+        if any(wanted.items() <= vars(cut).items() for cut in cuts.values()):
+            return ""
+        known = " or ".join(cut or "neither" for cut in cuts)
+        words = ",".join(f"{key}={value}" for key, value in wanted.items())
+        return (
+            f"{model.name} was not traced with {words}; of cp and ep the trace has {known}: choose, or trace it again"
+        )
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
     if model.lora and fixed.get("offload_params", "none") != "none":

@@ -41,7 +41,8 @@ def searched_tp(model: Model) -> list[int]:
     without recomputation."""
     if not isinstance(model, Blueprint):
         return valid_tp(model)
-    return _whole_degrees(traced(model))
+    trace = traced(model)
+    return sorted({tp for cut in trace.cuts for tp in _whole_degrees(trace, cut)})
 
 
 def searched_with_shards(model: Model, tp: int, pp: int) -> bool:
@@ -55,7 +56,7 @@ def searched_cuts(model: Model) -> dict[str, Layout] | None:
     if not isinstance(model, Blueprint):
         return None
     trace = traced(model)
-    return {cut: cut_layout(cut) for cut in trace.cuts if _whole_degrees(trace, cut) == _whole_degrees(trace)}
+    return {cut: cut_layout(cut) for cut in trace.cuts if _whole_degrees(trace, cut) == searched_tp(model)}
 
 
 def _whole_degrees(trace: Trace, cut: str = "") -> list[int]:
@@ -80,9 +81,9 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
 
 
 def _on_shards(layout: Layout, model: Blueprint) -> Trace:
-    trace = traced(model)
-    if layout.pp > 1:
-        raise LayoutError(f"sp does not go with pp={layout.pp} for a user's module yet: leave sp out")
+    trace, beside = traced(model), f"pp={layout.pp}" if layout.pp > 1 else traced_cut(layout)
+    if beside:
+        raise LayoutError(f"sp does not go with {beside} for a user's module yet: leave sp out")
     if not trace.on_shards.steps:
         reason = trace.uncut or "trace it again with this release"
         raise LayoutError(f"sp: {model.name} has no predictions for sequence parallelism: {reason}")

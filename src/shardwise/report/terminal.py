@@ -44,7 +44,7 @@ def fitted(text: str, stream: TextIO) -> str:
 
 def _columns(stream: TextIO) -> int:
     """0 where nothing says how wide it is."""
-    if (width := os.environ.get("COLUMNS", "")).isdigit():
+    if (width := os.environ.get("COLUMNS", "")).isdecimal():
         return int(width)
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0

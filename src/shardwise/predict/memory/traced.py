@@ -45,8 +45,8 @@ def more_received(plan: UnitPlan, equal: int, part: str, micro: int) -> int:
     if not equal or plan.routed is None or part not in plan.routed.by_part:
         return 0
     rows = plan.routed.by_part[part]
-    sent, come = rows[micro % len(rows)]  # one alone stands for all
-    return equal * come // sent - equal
+    sent, come = rows[micro % len(rows)] if rows else (0, 0)  # one alone stands for all
+    return equal * come // sent - equal if sent else 0
 
 
 def _received(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
@@ -55,18 +55,27 @@ def _received(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
     return max((sum(more_received(plan, nbytes, part, micro) for part, nbytes in rows) for micro in micros), default=0)
 
 
+def _crowd(plan: UnitPlan, part: str) -> float:
+    """Rows that experts receive for each one that is sent, of the fullest micro-batch: in all parts, or more in this
+    one; 1 without a record."""
+    routed = plan.routed.by_part if plan.routed else {}
+    of_micros = zip(*filter(None, routed.values()), strict=False)
+    sums = [tuple(map(sum, zip(*rows, strict=True))) for rows in of_micros]
+    return max((come / sent for sent, come in (*sums, *routed.get(part, ())) if sent), default=1.0)
+
+
 def traced_moments(
     plan: UnitPlan, trace: Trace, step: TracedStep, optimizer: int
 ) -> Iterator[tuple[MemoryByClass, int]]:
     """As of `peak.moments`. optimizer: transient bytes of the update."""
     rows = plan.layout.micro
-    earlier = (plan.micro_batches - 1) * trace.at(step.inputs, rows) + _received(plan, trace, step)
-    first: dict[tuple[str, str], int] = {
-        (moment.when, moment.part): trace.at(moment.first, rows) for moment in step.moments
-    }
-    later: dict[tuple[str, str], int] = {
-        (moment.when, moment.part): trace.at(moment.later, rows) for moment in step.moments
-    }
+    earlier = (plan.micro_batches - 1) * trace.at(step.inputs, rows)
+    first: dict[tuple[str, str], int] = {}
+    later: dict[tuple[str, str], int] = {}
+    for moment in step.moments:
+        more = round(trace.at(moment.received, rows) * (_crowd(plan, moment.part) - 1))
+        first[moment.when, moment.part] = trace.at(moment.first, rows) + more
+        later[moment.when, moment.part] = trace.at(moment.later, rows) + more
     (root,) = plan.of_kind("root")
     for held in held_through_step(plan):
         beside = later if held.adds else first

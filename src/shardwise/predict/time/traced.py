@@ -161,9 +161,11 @@ def _held(model: Blueprint, tp: int) -> tuple[int, ...]:
 
 
 def handed_elements(model: Blueprint, micro: Num) -> Num:
-    """Elements of the largest tensor between two parts, for a micro-batch of `micro` rows; 0 where parts are in no
-    known order."""
+    """Elements of the largest tensor between two parts, for a micro-batch of `micro` rows, over all ranks that share
+    their tokens; 0 where parts are in no known order."""
     trace = traced(model)
-    stages = next((step.stages for step in trace.steps if step.stages), None)
-    pairs = [message.elements for message in stages.messages] if stages else []
-    return np.vectorize(lambda rows: float(max((trace.at(pair, int(rows)) for pair in pairs), default=0)))(micro)
+    step = next((step for step in trace.steps if step.stages), None)
+    if step is None or step.stages is None:
+        return 0.0 * np.asarray(micro)
+    pairs, pieces = [message.elements for message in step.stages.messages], step.pieces
+    return np.vectorize(lambda rows: float(pieces * max((trace.at(pair, rows) for pair in pairs), default=0)))(micro)

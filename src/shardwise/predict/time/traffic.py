@@ -83,7 +83,10 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
 
     unit_again = again(unit, unit_gather)
     if np.any(np.asarray(unit_routed)):
-        of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes, summed)
+        there = np.asarray(unit_routed) > 0
+        of_experts = [
+            np.where(there, x, 0.0) for x in _expert_traffic(model, split, pricing, routed, grad_bytes, summed)
+        ]
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
         unit_again = unit_again + of_experts[3]
@@ -196,7 +199,7 @@ def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing
         return 0.0
     pieces = np.where(sp | engine.scatter_hops, split.tp, 1)
     if isinstance(model, Blueprint):
-        elements = handed_elements(model, split.micro)
+        elements = handed_elements(model, split.micro) / split.cp
     else:
         elements = split.micro * split.seq / split.cp * model.hidden
     nbytes = elements * split.width / pieces

@@ -235,15 +235,16 @@ class Whole:
             raise UnlikeRepeats
         adds = [
             self._growth({(row.when, row.part): getattr(row, field) for row in rows if row.part in self.places})
-            for field in ("first", "later")
+            for field in ("first", "later", "received")
         ]
         if any(len(set(grown.values())) > 1 for grown in adds):
             raise UnlikeRepeats
-        first, later = (next(iter(grown.values())) for grown in adds)
+        first, later, received = (next(iter(grown.values())) for grown in adds)
 
         def grown(row: TracedMoment, part: str, groups: int) -> TracedMoment:
-            pairs = (_plus(pair, each, groups) for pair, each in ((row.first, first), (row.later, later)))
-            return TracedMoment(row.when, part, *(_plus(pair, self.buffers, self.groups) for pair in pairs))
+            pairs = (_plus(pair, more, groups) for pair, more in ((row.first, first), (row.later, later)))
+            one, other = (_plus(pair, self.buffers, self.groups) for pair in pairs)
+            return TracedMoment(row.when, part, one, other, _plus(row.received, received, groups))
 
         yield from (grown(row, self._name(row.part), self.groups) for row in rows[: chunk[0]])
         for groups in reversed(range(1 + self.groups)):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout import Layout
 from shardwise.layout.axes import CP
+from shardwise.layout.context import cuts_sequences
 from shardwise.layout.experts import spreads_experts
 from shardwise.layout.layout import cut_layout, most_cut, traced_cut
 from shardwise.layout.state_rows import state_rows
@@ -30,6 +31,7 @@ from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedO
 from shardwise.model.traced_stages import Pair, TracedEnds
 from shardwise.runtime.dryrun import fake_ranks
 from shardwise.runtime.module.chain import Chain
+from shardwise.runtime.module.context import check_positions, check_tokens
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
 from shardwise.runtime.module.fake_step import (
     MICRO_BATCHES,
@@ -38,6 +40,7 @@ from shardwise.runtime.module.fake_step import (
     fake_stages,
     fake_step,
 )
+from shardwise.runtime.module.initial import is_meta
 from shardwise.runtime.module.inputs import row_count, row_length, usual_masks, with_rows
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
@@ -74,13 +77,20 @@ def trace(
     `train_step`; None is the sum of the outputs, or their `loss`.
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
     default, alone. cuts: other keys of a layout under which it is traced, such as "ep=2" or "cp=2,cpkind=ulysses", each
-    at all of these degrees; "" for none. modes: of recomputation, of which "none" has the operations.
+    at all of these degrees; "" for none. That tokens meet in attention alone under cp is seen with weights and without
+    `loss`, else by `split` only. modes: of recomputation, of which "none" has the operations.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
+    if isinstance(cuts, str) or not cuts:
+        raise UserError('cuts takes a list, such as ["", "ep=2"], where "" is none')
+    if any(cuts_sequences(cut_layout(cut)) for cut in cuts):
+        check_positions(module)
+        if loss is None and not is_meta(module):
+            check_tokens(module, example)
     tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss, modes)
     try:
         if short := tracer.shortened():
@@ -149,7 +159,7 @@ class _Tracer:
     ) -> Blueprint:
         """The description with all traced steps."""
         described = self._described(degrees)
-        largest = describe(self.described[0], most_cut(cuts, max(described)), self.plan, self.described[1]).blueprint
+        largest = self._largest(described, cuts, degrees is not None)
         steps = []
         for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, self.modes):
             layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
@@ -158,12 +168,30 @@ class _Tracer:
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
-        for tp in sorted(set(described) - {1}):
+        spread = any(spreads_experts(cut_layout(cut)) for cut in cuts)
+        if spread:
+            self.uncut = "it was traced with experts on several ranks: trace it without"
+        for tp in () if spread else sorted(set(described) - {1}):
             if (found := self._on_shards(tp, precisions)) is None:
                 break  # what keeps shards of one degree from it keeps those of larger ones
             largest, more = found
             steps += more
         return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps), ends, self.unpiped, self.uncut))
+
+    def _largest(self, described: dict[int, DescribedModule], cuts: Sequence[str], named: bool) -> Blueprint:
+        """The description that all layouts share. Where ep spreads experts that tp cannot split there is none for both:
+        degrees that were not named go."""
+        tp = max(described)
+        try:
+            return describe(self.described[0], most_cut(cuts, tp), self.plan, self.described[1]).blueprint
+        except UserError as error:
+            if tp == 1 or len({spreads_experts(cut_layout(cut)) for cut in cuts}) == 1:
+                raise
+            if named:
+                raise UserError(f"cuts: trace tp={tp} apart from cuts that spread experts: {error}") from None
+            for degree in {*described} - {1}:
+                del described[degree]
+            return self._largest(described, cuts, named)
 
     def _on_shards(self, tp: int, precisions: Sequence[str]) -> tuple[Blueprint, list[TracedStep]] | None:
         """The description for sequence parallelism and its traced steps; None for a degree that does not have it."""
@@ -241,7 +269,7 @@ class readable:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, stack: object) -> None:
         if error is None or isinstance(error, UserError) or not isinstance(error, Exception):
             return
-        what = " ".join(str(error).split())[:160]
+        what = brief(error, 160)
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             raise UserError(
                 f"{self.name} cannot be traced: it decides by the values of tensors ({what}); {self.still}"
@@ -311,7 +339,12 @@ def _with_received(step: TracedStep, plan: UnitPlan, crowded: Sequence[Sequence[
         (part, _less((nbytes, crowded[1][0].saved[part]), saved[part])) for part, nbytes in crowded[0][0].saved.items()
     ]
     received = tuple((part, more) for part, more in more_saved if any(more))
-    return replace(step, collectives=tuple(collectives), received=received)
+    small, large = (raws[0].moments for raws in crowded)
+    moments = tuple(
+        replace(moment, received=_less((small[place][2], large[place][2]), moment.first))
+        for place, moment in enumerate(step.moments)
+    )
+    return replace(step, collectives=tuple(collectives), received=received, moments=moments)
 
 
 def _less(one: Pair, other: Pair) -> Pair:
