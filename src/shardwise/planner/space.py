@@ -160,11 +160,11 @@ def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
     """Why no layout of this model, on any cluster, has what is fixed; empty where one may."""
     ep = fixed.get("ep", 1)
     if (cuts := searched_cuts(model)) is not None:
-        wanted = {key: fixed[key] for key in APART if key in fixed}
-        if any(wanted.items() <= vars(cut).items() for cut in cuts.values()):
+        apart = {key: fixed[key] for key in APART if key in fixed}
+        if any(apart.items() <= vars(cut).items() for cut in cuts.values()):
             return ""
         known = " or ".join(cut or "neither" for cut in cuts)
-        words = ",".join(f"{key}={value}" for key, value in wanted.items())
+        words = ",".join(f"{key}={value}" for key, value in apart.items())
         return (
             f"{model.name} was not traced with {words}; of cp and ep the trace has {known}: choose, or trace it again"
         )

@@ -86,7 +86,7 @@ def trace(
         raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
     if isinstance(cuts, str) or not cuts:
-        raise UserError('cuts takes a list, such as ["", "ep=2"], where "" is none')
+        raise UserError('cuts takes a list of texts, in which "" is none of them')
     if any(cuts_sequences(cut_layout(cut)) for cut in cuts):
         check_positions(module)
         if loss is None and not is_meta(module):
