@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
+from shardwise.layout.axes import EP
 from shardwise.layout.keys import APART, KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
 from shardwise.records import dataclass
 
@@ -213,7 +214,7 @@ def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
     values = read(cut, f"{cut!r}", APART) if isinstance(cut, str) else cut
     if other := next((name for name in values if name not in APART), ""):
         raise UserError(f"{cut!r}: {other} is none of {', '.join(APART)}, for which a module is traced apart")
-    return Layout(dp=max(1, values.get("ep", 1)), **values, **keys)
+    return Layout(dp=max(1, values.get(EP[0], 1)), **values, **keys)
 
 
 def most_cut(cuts: Iterable[str], tp: int) -> Layout:

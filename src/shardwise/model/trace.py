@@ -73,8 +73,8 @@ class TracedCollective:
     """Per micro-batch."""
     end: Literal["", "entry", "exit"] = ""
     """As of `TracedOp`."""
-    group: str = "tp"
-    """Its ranks, as a ledger names them."""
+    group: str = ""
+    """Its ranks, as a ledger names them; empty for the tensor-parallel ones."""
     received: Pair = (0, 0)
     """Of its elements, those of rows that experts here receive where all receive as many."""
 

@@ -108,7 +108,7 @@ class TracedTimes:
         mesh = Mesh(cut_layout(step.cut, tp=step.tp))
         rings = {"forward": 0.0, "backward": 0.0}
         for row in step.collectives:
-            axes, inside = named(row.group), row.unit in blocks
+            axes, inside = named(row.group) or TP, row.unit in blocks
             seconds = row.count * self._exchange(row, axes, mesh, micro) / (self.model.layers if inside else 1)
             if row.op in ("send", "recv"):
                 rings[row.phase] += seconds

@@ -175,7 +175,7 @@ def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple
         unit = one.unit if plan.layout.pp == 1 else one.end or one.unit
         if unit not in plan.parts:
             continue
-        axes, elements = named(one.group), trace.at(one.elements, plan.layout.micro)
+        axes, elements = named(one.group) or TP, trace.at(one.elements, plan.layout.micro)
         for micro in range(plan.micro_batches):
             come = more_received(plan, trace.at(one.received, plan.layout.micro), unit, micro)
             rows[one.phase, one.op, axes, unit, one.dtype, elements + come] += one.count

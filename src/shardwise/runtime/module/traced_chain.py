@@ -66,8 +66,8 @@ def _of_ends(one: RawStages, other: RawStages) -> list[TracedCollective]:
     """Collectives of the root's maps, by the end that has them."""
     rows = [_rows(raw) for raw in (one, other)]
     return [
-        TracedCollective(phase, op, ROOT, dtype, (elements, large[-1]), count // MICRO_BATCHES, end)
-        for ((phase, op, end, dtype, elements), count), (large, _) in zip(*rows, strict=True)
+        TracedCollective(phase, op, ROOT, dtype, (elements, large[-1]), count // MICRO_BATCHES, end, group)
+        for ((phase, op, end, group, dtype, elements), count), (large, _) in zip(*rows, strict=True)
     ]
 
 
@@ -75,5 +75,5 @@ def _rows(raw: RawStages) -> list[tuple[tuple[Any, ...], int]]:
     counts: Counter[tuple[Any, ...]] = Counter()
     for row in raw.ledger:
         if row.phase in ("forward", "backward") and row.unit in (ENTRY, EXIT):
-            counts[row.phase, row.op, row.unit, row.dtype, row.elements] += row.count
+            counts[row.phase, row.op, row.unit, row.axes, row.dtype, row.elements] += row.count
     return sorted(counts.items())
