@@ -132,7 +132,7 @@ class TracedTimes:
 
 
 class HeldElements(NamedTuple):
-    """Parameters on each of some tensor-parallel ranks, all of which have all of them."""
+    """Parameters on one tensor-parallel rank, as if no other axis cut them."""
 
     dense: Num
     """Of all blocks, but for experts."""

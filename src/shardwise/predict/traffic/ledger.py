@@ -176,9 +176,13 @@ def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple
         if unit not in plan.parts:
             continue
         axes, elements = named(one.group) or TP, trace.at(one.elements, plan.layout.micro)
+        equal = trace.at(one.received, plan.layout.micro)
+        if plan.routed is None or not equal:
+            rows[one.phase, one.op, axes, unit, one.dtype, elements] += one.count * plan.micro_batches
+            continue
         for micro in range(plan.micro_batches):
-            come = more_received(plan, trace.at(one.received, plan.layout.micro), unit, micro)
-            rows[one.phase, one.op, axes, unit, one.dtype, elements + come] += one.count
+            come = elements + more_received(plan, equal, unit, micro)
+            rows[one.phase, one.op, axes, unit, one.dtype, come] += one.count
     return rows
 
 

@@ -78,7 +78,7 @@ def trace(
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
     default, alone. cuts: other keys of a layout under which it is traced, such as "ep=2" or "cp=2,cpkind=ulysses", each
     at all of these degrees; "" for none. That tokens meet in attention alone under cp is seen with weights and without
-    `loss`, else by `split` only. modes: of recomputation, of which "none" has the operations.
+    `loss`, else by `split` only. modes: recompute modes; "none" gives the operations.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
     module = model if isinstance(model, nn.Module) else model()
