@@ -211,9 +211,9 @@ def traced_cut(layout: Layout) -> str:
 def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
     """The layout of these keys, by their text or values, and of other `keys`, on as few ranks as it takes. Raises
     `UserError`."""
-    values = read(cut, f"{cut!r}", APART) if isinstance(cut, str) else cut
+    values = read(cut, f"cuts: {cut!r}", APART) if isinstance(cut, str) else cut
     if other := next((name for name in values if name not in APART), ""):
-        raise UserError(f"{cut!r}: {other} is none of {', '.join(APART)}, for which a module is traced apart")
+        raise UserError(f"cuts: {cut!r}: {other} is none of {', '.join(APART)}: leave it out")
     return Layout(dp=max(1, values.get(EP[0], 1)), **values, **keys)
 
 
