@@ -29,7 +29,7 @@ from shardwise.model.config import LatentAttention
 from shardwise.model.lora import Lora
 from shardwise.predict.memory import recorded
 from shardwise.predict.memory.sizes import Sizes, core_sizes
-from shardwise.runtime.dryrun import fake_comms, fake_ranks
+from shardwise.runtime.fake_group import fake_comms, fake_ranks
 from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.pipeline.stages import StageRunner
 

@@ -31,18 +31,13 @@ from shardwise.model.lora import Lora
 from shardwise.predict import estimate
 from shardwise.report.compare import ReportComparison, compare
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.dryrun import fake_comms, fake_ranks
-from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime import dryrun
 from shardwise.runtime.module.adapters import stacks_of
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.class_run import token_loss
 from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
+from shardwise.runtime.module.dry_step import ModuleSource
 from shardwise.runtime.module.experts import use_exact_products
-from shardwise.runtime.module.fake_step import fake_copy
-from shardwise.runtime.module.inputs import usual_masks
-from shardwise.runtime.module.losses import LossRows
-from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.split import split
 from shardwise.runtime.module.trace import trace
 from shardwise.runtime.module.verify import Verification, VerifyRequest
@@ -238,21 +233,10 @@ def at_full_width(model_type: str) -> tuple[StepReport, StepReport]:
     """(predicted, observed on fake tensors) of a step of two micro-batches in bf16."""
     layout, model = Layout.parse(WIDE), wide(model_type)
     workload = Workload(seq=WIDE_SEQ, batch=2 * layout.dp * layout.micro)
-    parts = model.split(layout, WIDE_SEQ)
-    ids = torch.zeros(layout.micro, WIDE_SEQ, dtype=torch.int64)
-    blueprint = trace(parts.module, LossRows(ids, ids), parts.plan, loss=token_loss, tp=[layout.tp])
-    plan, fake = unit_plan(parts.described.blueprint, layout, workload), FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_ranks(layout.ranks), usual_masks(LossRows(ids, ids)):
-        module = fake_copy(parts.module, fake)
-        with fake:
-            program = ModuleProgram(
-                module, parts.described, plan, fake_comms(plan), OptimizerConfig(), lambda _, index: index.double(),
-                torch.device("cpu"),
-            )  # fmt: skip
-            batches = [LossRows(torch.zeros_like(ids), torch.zeros_like(ids)) for _ in range(plan.micro_batches)]
-            with StepMeasurement(program) as measurement:
-                program.step(token_loss, batches, LR)
-            observed = replace(measurement.role(0), transport=())
+    described, source = ModuleSource.of_class(model, layout, workload)
+    blueprint = trace(source.build(), source.example(), source.plan, loss=token_loss, tp=[layout.tp])
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    observed = dryrun._observe_module(unit_plan(described, layout, workload), 0, fake, source)
     predicted = estimate(blueprint, layout, workload)
     return predicted, replace(predicted, source="dry-run", roles=(replace(observed, ranks=predicted.roles[0].ranks),))
 

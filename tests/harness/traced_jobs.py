@@ -1,6 +1,8 @@
 """Measured steps of modules that were traced, in ranks of the pool."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from harness.own_modules import (
     summed_loss,
     token_example,
 )
-from shardwise import StepReport, split
+from shardwise import Blueprint, StepReport, split, trace
 from shardwise.layout import Layout
 from shardwise.layout.axes import DP
 
@@ -73,6 +75,17 @@ def aligned_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     """The same of the tokens themselves, as of targets that were shifted before."""
     logits = model(**batch).logits.flatten(0, 1)
     return F.cross_entropy(logits.float(), batch["input_ids"].flatten(), reduction="sum"), logits.shape[0]
+
+
+@cache
+def traced(
+    name: str, cut: str, tp: int, precision: str, piped: bool = False, modes: Sequence[str] = ("none", "full")
+) -> Blueprint:
+    case = TracedCase(name, cut)
+    return trace(
+        case.build, case.batch(2), case.plan, loss=case.loss(), parts=case.parts if piped else None, tp=[tp],
+        precisions=[precision], cuts=[cut], modes=modes,
+    )  # fmt: skip
 
 
 def measured(rank: int, case: TracedCase) -> StepReport:

@@ -80,7 +80,7 @@ def test_what_is_the_same_is_observed_once(
     """One rank of those that do the same, and of a long step one with the same steady state: (place, micro-batches)."""
     observe, seen = dryrun._observe_all, []
 
-    def watched(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
+    def watched(asked: Sequence[tuple[UnitPlan, int]], source: object) -> list[Role]:
         seen.extend([plan.pp_rank, dryrun._run(plan).micro_batches] for plan, _ in asked)
         return observe(asked)
 

@@ -3,9 +3,9 @@ import os
 import random
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from harness.cases import from_table
 from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
-from harness.traced_jobs import TracedCase, token_loss
+from harness.traced_jobs import TracedCase, token_loss, traced
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.layout import unit_plan
@@ -31,17 +31,6 @@ from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.trace import _Tracer, traced_modes
 
 NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2")
-
-
-@cache
-def traced(
-    name: str, cut: str, tp: int, precision: str, piped: bool = False, modes: Sequence[str] = ("none", "full")
-) -> Blueprint:
-    case = TracedCase(name, cut)
-    return trace(
-        case.build, case.batch(2), case.plan, loss=case.loss(), parts=case.parts if piped else None, tp=[tp],
-        precisions=[precision], cuts=[cut], modes=modes,
-    )  # fmt: skip
 
 
 def compared(case: TracedCase) -> Iterator[ReportComparison]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.cli.clusters import HostOptions, cluster_of
 from shardwise.cli.declare import HIDDEN, arg, borrow, changed, given, leave_out, word
-from shardwise.cli.models import OfflineOptions
+from shardwise.cli.models import OfflineOptions, traced_of
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
 from shardwise.cli.workloads import workload_of
@@ -23,6 +23,7 @@ from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.interop.writing.request import nodes_for
 from shardwise.interop.writing.writer import WRITERS, command_of, writer_for
 from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.model.hub import hub_models
@@ -37,7 +38,7 @@ JOB = "name time sbatch setup logs"
 @dataclass
 class EmitOptions(HostOptions, OfflineOptions):
     borrowed = borrow((Workload, "seq batch optimizer"), (JobOptions, JOB))
-    model: str = word("a name of the catalog, a config.json, or its folder", "MODEL")
+    model: str = word("a name of the catalog, a config.json, its folder, or a file that `trace` wrote", "MODEL")
     layout: str | None = arg("how the model is split, such as tp=8,dp=8,zero=1", "TEXT")
     former: str | None = arg(HIDDEN, flag="--model")
     set: tuple[str, ...] = arg("change the model", "FIELD=VALUE,...", ())
@@ -66,13 +67,13 @@ def run(args: EmitOptions) -> int:
         leave_out(args, JOB, "is for --slurm: add it, or leave that out")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
-    named = resolve(args.model, stored=writer.serves)
-    model, layout = change(named, ",".join(args.set)), Layout.parse(args.layout)
     given_here = [name for name in (("seq", "batch") if writer.serves else SERVING) if getattr(args, name) is not None]
     if given_here:
         right = SERVING if writer.serves else ("seq", "batch")
         kind, flags = ("serves" if writer.serves else "trains"), " and ".join(f"--{name}" for name in right)
         raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
+    layout = Layout.parse(args.layout)
+    model = traced_of(args) or change(resolve(args.model, stored=writer.serves), ",".join(args.set))
     workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
         model, layout, workload, _served_of(args, writer), cluster_of(args) if args.cluster else None,
@@ -80,8 +81,8 @@ def run(args: EmitOptions) -> int:
         tuple(f"assumed {note}" for note in assumed),
     )  # fmt: skip
     file = write(args.engine, request)
-    if request.cluster and writer.serves:
-        _check_server(replace(request, layout=file.layout), request.cluster, writer)
+    if request.cluster and writer.serves and isinstance(model, ModelConfig):
+        _check_server(replace(request, layout=file.layout), model, request.cluster, writer)
     elif request.cluster and (note := _too_large(replace(request, layout=file.layout), request.cluster, writer)):
         file = write(args.engine, replace(request, notes=(*request.notes, note)))
     return _show_job(args, file, request.cluster) if args.slurm else _show_file(args, file)
@@ -107,15 +108,15 @@ def _show_job(args: EmitOptions, file: EngineFile, cluster: Cluster | None) -> i
     return code
 
 
-def _check_server(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> None:
+def _check_server(request: WriteRequest, model: ModelConfig, cluster: Cluster, writer: EngineSpec) -> None:
     """Raise `UserError` where the weights, as the engine loads them, do not fit."""
     from shardwise.cli.show.explain_table import serving
 
     try:
-        serving(Reading(writer.title, request.layout, served=request.served), request.model, cluster)
+        serving(Reading(writer.title, request.layout, served=request.served), model, cluster)
     except UserError as error:
-        names = (name for name in hub_models() if name.lower().endswith(f"/{request.model.name}"))
-        stored = {name: model.counted for name in names if (model := resolve(name, fetch=False, stored=True)).counted}
+        names = (name for name in hub_models() if name.lower().endswith(f"/{model.name}"))
+        stored = {name: one.counted for name in names if (one := resolve(name, fetch=False, stored=True)).counted}
         files = (f"; the files of {name} are in {one.stored}: emit {name}" for name, one in stored.items() if one)
         raise UserError(f"{error}{''.join(files)}") from None
 

@@ -37,7 +37,6 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.model_size import size_json, size_words
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
 from shardwise.predict.cluster_links import link_lines, links_line, with_links
 from shardwise.records import dataclass
@@ -187,8 +186,6 @@ def _slowed(args: EstimateOptions) -> dict[str, Any]:
 def _dry_run(step: EstimatedStep) -> StepReport:
     from shardwise.runtime.installed import require
 
-    if isinstance(step.model, Blueprint):
-        raise UserError("--dry-run needs a configuration, and a trace was observed already: leave it out")
     require("--dry-run", "torch")
     from shardwise.runtime.dryrun import dry_run
 

@@ -6,6 +6,7 @@ from typing import Any
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import read_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
@@ -89,9 +90,14 @@ def _folder(text: str) -> tuple[str, str]:
 def subject_of(args: Any) -> Model:
     """The model that the arguments describe, or the traced module of a file, whose rows are the usual --seq. Raises
     `UserError`."""
+    return traced_of(args) or model_of(args)
+
+
+def traced_of(args: Any) -> Blueprint | None:
+    """The traced module of MODEL; None where that is no file of one. Raises `UserError`."""
     traced = read_blueprint(args.model)
     if traced is None:
-        return model_of(args)
+        return None
     if args.set:
         raise UserError(f"--set changes a configuration, and {args.model} is a traced module: trace a changed one")
     if args.seq is None and traced.trace is not None:

@@ -255,11 +255,10 @@ def _written(args: PlanOptions, best: Plan) -> tuple[dict[str, Any], Iterator[Re
     """The file of --emit, and its layout under each engine's profile, for --json and as lines; empty without --emit."""
     if not args.emit:
         return {}, iter(())
-    if not isinstance(model := best.model, ModelConfig):
-        raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
     from shardwise.cli.show.software_table import software_steps, software_tables
     from shardwise.interop import WriteRequest
 
+    model = best.model
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)

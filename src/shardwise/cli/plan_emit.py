@@ -71,7 +71,7 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
     """Why the engine of --emit does not run a layout, for the search: what it cannot express, or the memory that it
     needs, of a device's room with its margin or without; None where nothing is to be written. Raises `UserError` for an
     engine that does not take the model at all."""
-    if not args.emit or not isinstance(model, ModelConfig):
+    if not args.emit:
         return None
     from shardwise.cli.show.explain_table import CODE_KEYS, counted_as
     from shardwise.interop.writing.writer import forced_layout, writer_for
@@ -129,7 +129,7 @@ def _within_cache(engine: str, request: WriteRequest) -> WriteRequest:
     title, served = WRITERS[engine].title, request.served
     if served is None:
         return request
-    assert served.sequences and served.length
+    assert served.sequences and served.length and isinstance(request.model, ModelConfig)
     tokens = serving(Reading(title, request.layout, served=served), request.model, request.cluster).tokens
     most = served.sequences if tokens is None else tokens // served.length
     if most >= served.sequences:

@@ -11,6 +11,7 @@ and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.parameters import count
-from shardwise.model.trace import Trace
+from shardwise.model.trace import Trace, TraceSource
 from shardwise.records import dataclass
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
@@ -75,7 +76,12 @@ def run(args: TraceOptions) -> int:
             precisions=args.precision.split(","), cuts=cuts,
         )  # fmt: skip
     if args.out:
-        write_blueprint(blueprint, args.out)
+        source = TraceSource(
+            build.path, build.name, args.example, args.loss or "", tuple(plan.items()) if plan else None,
+            tuple(blocks) if blocks else None, tuple(parts) if parts else None,
+        )  # fmt: skip
+        assert blueprint.trace is not None
+        write_blueprint(replace(blueprint, trace=replace(blueprint.trace, source=source)), args.out)
     data = {"model": blueprint.name, "out": args.out, "suggestion": found or None, **_summary(blueprint)}
     return print_result(args, data, _lines(data))
 

@@ -19,8 +19,9 @@ from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC
 from shardwise.layout import Layout
 from shardwise.layout.keys import defaults, goes_with
 from shardwise.layout.optimizers import OPTIMIZERS
-from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.catalog import catalog
+from shardwise.model.parameters import Model
 
 _KINDS = {int: "integer", bool: "flag", str: "word"}
 _TYPES: dict[str, Any] = {"integer": 0, "size": 0, "number": 0.0, "raw": None}
@@ -49,7 +50,7 @@ class Limit:
     experts: bool = False
     """Whether it bounds models with experts alone."""
 
-    def broken(self, layout: Layout, model: ModelConfig) -> bool:
+    def broken(self, layout: Layout, model: Model) -> bool:
         """Whether a layout of a model is outside."""
         if not self.set and getattr(layout, self.key) == DEFAULTS[self.key]:
             return False
@@ -263,9 +264,20 @@ class EngineSpec:
         keys = {*row.get("keys", "").split(), *(self.alone if table == "top" else ())}
         return Known(frozenset(keys), tuple(row.get("prefixes", "").split()))
 
-    def objection(self, model: ModelConfig) -> str:
+    @cached_property
+    def says_model(self) -> bool:
+        """Whether its files name a model or its sizes; else the user's code builds it."""
+        return self.loads_model or any("model." in row.write for row in self.options.values())
+
+    def objection(self, model: Model) -> str:
         """Why the engine does not support a model; empty where it does."""
-        names = Names(model, **self.functions, model=model, options=self.options, catalog=catalog())
+        if isinstance(model, Blueprint) and self.says_model:
+            others = [
+                one.name for one in specs().values() if one.file and not one.says_model and not one.objection(model)
+            ]
+            return f"its file describes a model, and a traced module has its code: choose {' or '.join(others)}"
+        known = {"module": isinstance(model, Blueprint), "model": model, "options": self.options, "catalog": catalog()}
+        names = Names(model, **self.functions, **known)
         return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
 
     def program_text(self, names: Mapping[str, Any]) -> str:

@@ -1,6 +1,9 @@
 """The file of a blueprint, as `shardwise trace` writes it."""
 
 import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import UserError
@@ -15,6 +18,7 @@ MOST = 1 << 28
 
 def write_blueprint(blueprint: Blueprint, path: Path | str) -> None:
     """Write a blueprint as JSON. Raises `UserError` where it cannot be written."""
+    blueprint = _moved(blueprint, lambda file: os.path.relpath(file, Path(path).resolve().parent))
     try:
         Path(path).write_text(json.dumps({"format": FORMAT, **blueprint.to_json()}) + "\n", encoding="utf-8")
     except OSError as error:
@@ -34,4 +38,12 @@ def read_blueprint(path: str) -> Blueprint | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged: {error}") from None
     del data["format"]
-    return Blueprint.from_json(data)
+    return _moved(Blueprint.from_json(data), lambda source: os.path.normpath(file.resolve().parent / source))
+
+
+def _moved(blueprint: Blueprint, path: Callable[[str], str]) -> Blueprint:
+    """With another path of the code that was traced."""
+    trace = blueprint.trace
+    if trace is None or trace.source is None:
+        return blueprint
+    return replace(blueprint, trace=replace(trace, source=replace(trace.source, file=path(trace.source.file))))

@@ -107,6 +107,21 @@ class TracedStep:
 
 
 @dataclass(frozen=True)
+class TraceSource:
+    """The code that was traced, as the command names it."""
+
+    file: str
+    """Path of the Python file: in a trace's file from its folder on."""
+    build: str
+    """What builds the module, in that file."""
+    example: str
+    loss: str = ""
+    plan: tuple[tuple[str, str], ...] | None = None
+    blocks: tuple[str, ...] | None = None
+    parts: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """All traced steps of a module."""
 
@@ -121,6 +136,8 @@ class Trace:
     """Why there are no predictions for pipelines, and what to do; empty where there are."""
     uncut: str = ""
     """Why there are none for sequence parallelism; empty where there are."""
+    source: TraceSource | None = None
+    """None of a module that a program has handed over."""
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, str, str], TracedStep]:

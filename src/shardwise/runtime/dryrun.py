@@ -13,30 +13,31 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Mesh, Workload, check_runnable
+from shardwise.layout import Layout, Mesh, Workload
+from shardwise.layout.modules import check_described, check_module_layout, check_run
 from shardwise.layout.step import role_of
-from shardwise.layout.unit import Backend
 from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.report.step_report import Bytes, Role, StepReport
 
 if TYPE_CHECKING:
-    from shardwise.runtime.transport.comms import Comms
+    from shardwise.runtime.module.dry_step import ModuleSource
+    from shardwise.runtime.pipeline.program import StepProgram
 
 MOST_PROCESSES = 8
 """Concurrent processes; each imports torch."""
 
 
 def dry_run(
-    model: ModelConfig,
+    model: Model,
     layout: Layout,
     workload: Workload,
     cluster: Cluster | None = None,
@@ -44,23 +45,28 @@ def dry_run(
 ) -> StepReport:
     """Observe one step of each role of ranks. progress: gets a line at the start and after each kind of ranks.
 
+    model: a configuration, also of a class of transformers; or a traced module, whose code is run again.
     Raises `LayoutError` for what the runtime cannot run, `UserError` when a process fails.
     """
-    check_runnable(layout, model, workload, cluster.devices if cluster else None)
+    about = model.to_json() if isinstance(model, ModelConfig) else {"name": model.name}
+    eager = replace(layout, compile="off")
+    model, source = _subject(model, layout, eager, workload, cluster.devices if cluster else None)
     if layout.algorithm != "auto":
         raise UserError(f"a dry run moves no data, so algorithm={layout.algorithm} cannot run in it: leave it out")
     if layout.uses_disk:
         raise UserError("a dry run has no disk, so offload=nvme cannot run in it: choose offload=cpu")
-    mesh, eager = Mesh.of(layout, model), replace(layout, compile="off")
+    mesh = Mesh.of(layout, model)
     ranks = [mesh.rank(pp=place) for place in range(layout.pp)]
     plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]
     progress(f"a step of {_micro_batches(plans[0])} on one rank of each kind")
     firsts: dict[str, int] = {}
     """Kind of work of a rank -> the first place of the pipeline where ranks do it."""
-    like = [firsts.setdefault(kind_of_work(plan), place) for place, plan in enumerate(plans)]
+    # Blocks of a user's module may differ in what they compute alone.
+    kinds = [kind_of_work(plan) if source is None else str(place) for place, plan in enumerate(plans)]
+    like = [firsts.setdefault(kind, place) for place, kind in enumerate(kinds)]
     seen: dict[int, Role] = {}
     for place, role in zip(
-        firsts.values(), _observe_all([(plans[at], ranks[at]) for at in firsts.values()]), strict=True
+        firsts.values(), _observe_all([(plans[at], ranks[at]) for at in firsts.values()], source), strict=True
     ):
         seen[place] = role
         progress(f"{len(seen)} of {len(firsts)} kinds of ranks observed")
@@ -70,13 +76,37 @@ def dry_run(
         roles.append(replace(role, role=role_of(plan), ranks=mesh.stage(plan.pp_rank)))
     return StepReport(
         source="dry-run",
-        model=model.to_json(),
+        model=about,
         layout=str(layout),
         workload=workload.to_json(),
         cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
         roles=tuple(roles),
         notes=_notes(layout),
     )
+
+
+def _subject(
+    model: Model, layout: Layout, eager: Layout, workload: Workload, devices: int | None
+) -> tuple[Model, ModuleSource | None]:
+    """What is planned, and how it is built, where it is no decoder here. Raises as `dry_run`."""
+    if isinstance(model, ModelConfig):
+        check_run(layout, model, workload, devices)
+        if model.counted is None:
+            return model, None
+        from shardwise.runtime.module.class_model import ClassModel
+        from shardwise.runtime.module.dry_step import ModuleSource
+
+        return ModuleSource.of_class(ClassModel.of(model), eager, workload)
+    check_module_layout(layout, devices)
+    check_described(model, layout, workload.micro_batches(layout))
+    if model.trace is None or model.trace.source is None:
+        raise UserError(
+            f"{model.name}: its trace does not name the code of the module, which a dry run builds: make it with "
+            "`shardwise trace FILE.py:NAME --out`"
+        )
+    from shardwise.runtime.module.dry_step import ModuleSource
+
+    return model, ModuleSource.of_trace(model.trace.source, eager)
 
 
 def _micro_batches(plan: UnitPlan) -> str:
@@ -115,8 +145,8 @@ def _notes(layout: Layout) -> tuple[str, ...]:
     return *notes, f"compile={layout.compile}: nothing is computed here, and the blocks ran without being compiled"
 
 
-def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> Iterator[Role]:
-    """The roles of (plan, rank), in order, from as many processes as there are cores."""
+def _observe_all(asked: Sequence[tuple[UnitPlan, int]], source: ModuleSource | None = None) -> Iterator[Role]:
+    """The roles of (plan, rank), in order, from as many processes as there are cores. source: of a module's code."""
     context = multiprocessing.get_context("spawn")
     count = min(len(asked), len(os.sched_getaffinity(0)), MOST_PROCESSES)
     processes, pipes = [], []
@@ -124,7 +154,7 @@ def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> Iterator[Role]:
         for index in range(count):
             # A pool has semaphores, which outlive a killed process.
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_observe_each, args=(theirs, asked[index::count]), daemon=True)
+            process = context.Process(target=_observe_each, args=(theirs, asked[index::count], source), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -146,60 +176,29 @@ def _receive(pipe: Connection) -> Role:
     raise UserError(f"the dry run failed: {answer}")
 
 
-def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]]) -> None:
+def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]], source: ModuleSource | None) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # One mode for all: the decoder keeps scalars that every block reads.
-    fake, parent = FakeTensorMode(), multiprocessing.parent_process()
+    fake, parent = FakeTensorMode(allow_non_fake_inputs=source is not None), multiprocessing.parent_process()
     for plan, rank in asked:
         if parent is not None and not parent.is_alive():
             return
         try:
-            pipe.send(_observe(plan, rank, fake))
+            pipe.send(_observe(plan, rank, fake) if source is None else _observe_module(plan, rank, fake, source))
         except (BrokenPipeError, KeyboardInterrupt):
             return
         except Exception as error:
             pipe.send((str(error).splitlines() or [type(error).__name__])[0])
 
 
-@contextmanager
-def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
-    """A process group of so many ranks without peers. Raises `UserError` inside a job."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from shardwise.runtime.torch_versions import know_fake_collectives
-
-    if dist.is_initialized():
-        raise UserError(
-            "a process of a job cannot trace: do it before torch.distributed.init_process_group, or in another process"
-        )
-    know_fake_collectives()
-    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def fake_comms(plan: UnitPlan, rank: int = 0) -> Comms:
-    """The process groups of `rank` inside `fake_ranks`, which send nothing."""
-    from shardwise.runtime.job.setup import axes_of
-    from shardwise.runtime.transport.comms import Comms
-
-    mesh, connect = Mesh.of(plan.layout, plan.subject), fake_transport(plan.backend)
-    comms = Comms(mesh, rank, axes_of(plan.subject), timeout=60.0, backend=plan.backend, connect=connect)
-    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
-    return comms
-
-
 def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     import torch
 
+    from shardwise.runtime.fake_group import fake_comms, fake_ranks
     from shardwise.runtime.job.config import OptimizerConfig
     from shardwise.runtime.job.setup import blank_batch
-    from shardwise.runtime.measure.memory import StepMeasurement
     from shardwise.runtime.pipeline.step import TrainProgram
 
     short = _run(plan)
@@ -209,34 +208,42 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
             short, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
         )
         batches = [blank_batch(short) for _ in range(short.micro_batches)]
-        with StepMeasurement(program) as measurement:
-            given = _Given(batches, lambda: {key: timing.count for key, timing in comms.timings.items()})
-            program.step(given, 1e-3)
-        role = replace(measurement.role(rank), transport=())
-        inputs = measurement.followed(_tensors(*batches[0]))
-    return _lengthened(role, plan, given, inputs)
+        return _observed(plan, rank, program, "forward", batches, lambda: program.step(batches, 1e-3))
 
 
-def fake_transport(backend: Backend) -> Any:
-    """Factory of a group's transport, with the memory that a backend needs but without peers."""
-    from shardwise.runtime.transport.process_group import ProcessGroupTransport
-    from shardwise.runtime.transport.protocol import DONE
+def _observe_module(plan: UnitPlan, rank: int, fake: Any, source: ModuleSource) -> Role:
+    """The same of a user's module."""
+    from shardwise.runtime.fake_group import fake_comms, fake_ranks
+    from shardwise.runtime.module.dry_step import DryModule
+    from shardwise.runtime.module.inputs import usual_masks
+    from shardwise.runtime.module.trace import readable
 
-    class Shared(ProcessGroupTransport):
-        """Ranks that read each other's memory. A message is handed over as soon as it is sent, which fake collectives
-        do not tell."""
+    made = DryModule(source, fake)
+    plan = made.planned(plan, rank)
+    with readable(made.module), fake_ranks(plan.layout.ranks, rank), usual_masks(made.example), fake:
+        program, batches = made.program(_run(plan), fake_comms(plan, rank))
+        return _observed(plan, rank, program, "run_stage", batches, lambda: made.step(program, batches))
 
-        def send(self, tensor: Any, peer: int) -> Any:
-            return DONE
 
-        def receive(self, out: Any, peer: int) -> Any:
-            return DONE
+def _observed(
+    plan: UnitPlan, rank: int, program: StepProgram, forward: str, batches: list[Any], step: Callable[[], object]
+) -> Role:
+    """The role of one step, lengthened to the plan's. forward: the program's method that begins a forward pass."""
+    from shardwise.runtime.measure.memory import StepMeasurement
 
-        def _unsummed(self, own: Any) -> Any:
-            return [own] * len(self.ranks)
+    begin = getattr(program, forward)
+    written: list[dict[Any, int]] = []
+    """What of the ledger is there whenever a forward pass begins."""
 
-    kind = Shared if backend == "shared" else ProcessGroupTransport
-    return lambda group, ranks: kind(group, ranks, backend)
+    def noted(*args: Any) -> Any:
+        written.append({key: timing.count for key, timing in program.comms.timings.items()})
+        return begin(*args)
+
+    setattr(program, forward, noted)
+    with StepMeasurement(program) as measurement:
+        step()
+    role = replace(measurement.role(rank), transport=())
+    return _lengthened(role, plan, len(batches), written, measurement.followed(_tensors(batches[0])))
 
 
 def _run(plan: UnitPlan) -> UnitPlan:
@@ -244,29 +251,12 @@ def _run(plan: UnitPlan) -> UnitPlan:
     return plan if plan.pipeline.steady and plan.pipeline.steady.grows else plan.short
 
 
-class _Given(list[Any]):
-    """Micro-batches that note how much of the ledger is written whenever the program takes one: first to count valid
-    tokens, then at every forward pass."""
-
-    def __init__(self, batches: Iterable[Any], written: Callable[[], dict[Any, int]]) -> None:
-        super().__init__(batches)
-        self._written = written
-        self.taken: list[dict[Any, int]] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        self.taken.append(self._written())
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-
-def _lengthened(role: Role, plan: UnitPlan, given: _Given, inputs: int) -> Role:
-    """The role in the whole step, from the one that was run. inputs: bytes of one micro-batch's."""
-    left_out = plan.micro_batches - len(given)
+def _lengthened(role: Role, plan: UnitPlan, count: int, forwards: list[dict[Any, int]], inputs: int) -> Role:
+    """The role in the whole step, from the one of `count` micro-batches that was run. forwards: what of the ledger was
+    there at each forward pass; inputs: bytes of one micro-batch's."""
+    left_out = plan.micro_batches - count
     if not left_out:
         return role
-    forwards = given.taken[len(given) :]
     period, start, stop = _period(plan)
     repeats, before, after = left_out // period, forwards[start], forwards[stop]
     rows = []
@@ -296,8 +286,15 @@ def _period(plan: UnitPlan) -> tuple[int, int, int]:
     return period, forwards(start), forwards(stop)
 
 
-def _tensors(inputs: Any, targets: Any) -> Iterator[Any]:
-    import torch
+def _tensors(batch: Any) -> Iterator[Any]:
+    """Tensors of a micro-batch: of a tree, in which a decoder's batch is one."""
+    from dataclasses import is_dataclass
 
-    values = (getattr(inputs, field.name) for field in fields(inputs))
-    yield from (value for value in (*values, targets) if isinstance(value, torch.Tensor))
+    from torch import Tensor
+    from torch.utils import _pytree
+
+    for leaf in _pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

@@ -14,6 +14,7 @@ from shardwise.interop.spec import EngineSpec, specs
 from shardwise.layout import Layout, Workload, check
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.report import StepReport
 from shardwise.report.room import DeviceRoom
 from shardwise.report.terminal import Renderable
@@ -31,7 +32,7 @@ def counted_as(engine: str, layout: Layout) -> str | None:
     return PROFILES.get(engine, (None, None))[layout.grads == "bf16"]
 
 
-def room_for(engine: str, model: ModelConfig, cluster: Cluster | None) -> DeviceRoom | None:
+def room_for(engine: str, model: Model, cluster: Cluster | None) -> DeviceRoom | None:
     """A device's room under an engine; None where the device's memory is not known."""
     from shardwise.predict.memory.capacity import try_room
 

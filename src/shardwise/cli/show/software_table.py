@@ -7,7 +7,7 @@ from shardwise.cluster import Cluster
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.interop.writing.writer import WRITERS, forced_layout, why_not_written
 from shardwise.layout import Layout, Workload
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.planner.pricing import price_all
 from shardwise.planner.runnable import training_engine
 from shardwise.predict.time.pricing import Pricing
@@ -29,9 +29,7 @@ class SoftwareStep:
     high: float | None = None
 
 
-def software_steps(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster
-) -> tuple[SoftwareStep, ...]:
+def software_steps(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> tuple[SoftwareStep, ...]:
     """A row for each engine that trains and that `emit` writes for."""
     writers = [writer for writer in WRITERS.values() if not writer.serves]
     layouts = {one.name: forced_layout(one, layout, model) for one in writers}

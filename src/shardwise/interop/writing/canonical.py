@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.layout import Layout, pipeline
 from shardwise.layout.keys import KEYS, ORDER, defaults, goes_with
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 
 DEFAULTS: dict[str, Any] = defaults(*KEYS)
 SYNC = ("sync", *goes_with("sync"))
@@ -13,7 +13,7 @@ SYNC = ("sync", *goes_with("sync"))
 SHARDING = ("zero", *goes_with("zero"))
 
 
-def canonical(layout: Layout, model: ModelConfig) -> Layout:
+def canonical(layout: Layout, model: Model) -> Layout:
     """A layout that splits `model` as `layout` does, with as few keys as can be.
 
     Keys that mean nothing in it go; so do even `stages`, and an order of axes that changes no rank's place.

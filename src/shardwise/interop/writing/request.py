@@ -7,7 +7,7 @@ from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.layout import Layout, Workload
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 
 NODE = 8
 """Ranks per node where no cluster says it."""
@@ -17,7 +17,7 @@ NODE = 8
 class WriteRequest:
     """A layout of a model for an engine."""
 
-    model: ModelConfig
+    model: Model
     layout: Layout
     workload: Workload = field(default_factory=Workload)
     """Sequence length and batch of a training step; empty for a server."""
@@ -37,12 +37,14 @@ class WriteRequest:
     @property
     def stored(self) -> str:
         """The precision of a quantized model's files, which an engine reads from their configuration; else empty."""
-        return self.model.counted.stored if self.model.counted else ""
+        counted = getattr(self.model, "counted", None)
+        return counted.stored if counted else ""
 
     @property
     def stored_cache(self) -> str:
         """torch's name of the type of keys and values that such files name; empty where they name none."""
-        return self.model.counted.cache_type if self.model.counted else ""
+        counted = getattr(self.model, "counted", None)
+        return counted.cache_type if counted else ""
 
 
 @dataclass(frozen=True)

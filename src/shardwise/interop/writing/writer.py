@@ -26,7 +26,9 @@ from shardwise.interop.writing.request import EngineFile, WriteRequest, nodes_fo
 from shardwise.layout import Layout, check
 from shardwise.layout.keys import SEARCHED
 from shardwise.layout.legality import check_served
-from shardwise.model import ModelConfig
+from shardwise.layout.modules import check_described, check_module_layout
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 
 WRITERS: dict[str, EngineSpec] = {name: one for name, one in specs().items() if one.file}
 """Name -> engine that layouts are written for."""
@@ -55,9 +57,9 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
         raise UserError(f"no version {request.version!r} of {writer.title}; {hint}")
     request = replace(request, version=(request.version or writer.versions[0]))
     _check_kind(writer, request)
-    _check_layout(request.layout, request)
     if reason := writer.objection(request.model):
         raise UserError(f"{writer.title} cannot express {request.model.name}: {reason}")
+    _check_layout(request.layout, request)
     given = canonical(request.layout, request.model)
     request = replace(request, layout=forced_layout(writer, given, request.model))
     _check_layout(request.layout, request)
@@ -85,13 +87,16 @@ def command_of(file: EngineFile) -> tuple[list[str], list[str]]:
 
 
 def _check_layout(layout: Layout, request: WriteRequest) -> None:
-    if request.served is not None:
+    if isinstance(request.model, Blueprint):
+        check_module_layout(layout)
+        check_described(request.model, layout, request.workload.micro_batches(layout))
+    elif request.served is not None:
         check_served(layout, request.model)
     else:
         check(layout, request.model, request.workload if request.workload.batch else None)
 
 
-def forced_layout(writer: EngineSpec, layout: Layout, model: ModelConfig, searched: bool = True) -> Layout:
+def forced_layout(writer: EngineSpec, layout: Layout, model: Model, searched: bool = True) -> Layout:
     """The layout with the engine's values of keys that it forces. searched: of keys that plans search, too."""
     keys = set(writer.forced) - (set() if searched else set(SEARCHED))
     limits = [limit for limit in writer.bounds if limit.key in keys]
@@ -111,7 +116,7 @@ def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
     return canonical(layout, request.model)
 
 
-def why_not_written(writer: EngineSpec, layout: Layout, model: ModelConfig) -> str:
+def why_not_written(writer: EngineSpec, layout: Layout, model: Model) -> str:
     """What of a layout or its model an engine cannot express, and why; empty where it expresses all."""
     if reason := writer.objection(model):
         return f"not {model.name}: {reason}"
@@ -119,7 +124,7 @@ def why_not_written(writer: EngineSpec, layout: Layout, model: ModelConfig) -> s
     return f"not {_said(limit, layout)}: {limit.why}" if limit else ""
 
 
-def refusals(writer: EngineSpec, model: ModelConfig) -> Callable[[Layout], str]:
+def refusals(writer: EngineSpec, model: Model) -> Callable[[Layout], str]:
     """What an engine cannot express of a layout, for a search. Raises `UserError` for a model that it does not take."""
     if reason := writer.objection(model):
         raise UserError(f"{writer.title} cannot express {model.name}: {reason}")
@@ -189,6 +194,8 @@ def _text(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tuple
 def _names(spec: EngineSpec, request: WriteRequest) -> Names:
     """The layout's keys and properties, the step's, the server's, and the request's."""
     layout, work, served = request.layout, request.workload, request.served or ServerSettings()
+    module = request.model if isinstance(request.model, Blueprint) else None
+    classes = sorted({part.module for part in module.of_kind("block")}) if module else []
     nodes, _ = nodes_for(layout, request.cluster)
     nodes = 1 if request.launched else nodes
     return Names(
@@ -196,17 +203,18 @@ def _names(spec: EngineSpec, request: WriteRequest) -> Names:
         nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
         unnamed=request.source in ("", request.model.name) and "/" not in request.model.name, stored=request.stored,
         stored_cache=request.stored_cache,
-        version=request.version, engine=spec.name, file=spec.file, launch=" ".join(torchrun(request)),
+        version=request.version, module=module,
+        blocks=",".join(classes), engine=spec.name, file=spec.file, launch=" ".join(torchrun(request)),
     )  # fmt: skip
 
 
-def first_broken(limits: Iterable[Limit], layout: Layout, model: ModelConfig) -> Limit | None:
+def first_broken(limits: Iterable[Limit], layout: Layout, model: Model) -> Limit | None:
     """The first limit that a layout of a model breaks; None when it keeps all."""
     bounds = (limit for limit in limits if model.experts or not limit.experts)
     return next((limit for limit in bounds if limit.broken(layout, model)), None)
 
 
-def nearest(limits: Collection[Limit], layout: Layout, model: ModelConfig) -> Layout | None:
+def nearest(limits: Collection[Limit], layout: Layout, model: Model) -> Layout | None:
     """The layout with every broken limit repaired; None where the repairs contradict each other."""
     for _ in range(2 * len(limits) + 1):
         limit = first_broken(limits, layout, model)

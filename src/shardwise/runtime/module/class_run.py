@@ -60,7 +60,7 @@ class ClassProgram(ModuleProgram):
         before = BuffersBefore(self.module)
         key = micro_batches[0][0].dropout_key or 0
         torch.manual_seed((key + self.comms.index(REPLICA + DATA)) % (1 << 63))
-        outcome = self.train(self._worker(self.minimized, [rows_of(*pair) for pair in micro_batches]), lr, agrees)
+        outcome = self.train(self.worker(self.minimized, [rows_of(*pair) for pair in micro_batches]), lr, agrees)
         if outcome.skipped:
             before.restore()
         return outcome

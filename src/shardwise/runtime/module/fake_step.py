@@ -14,13 +14,14 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.dryrun import fake_comms
+from shardwise.runtime.fake_group import fake_comms
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule, call
 from shardwise.runtime.module.initial import place_buffers
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
 from shardwise.runtime.module.stage_recorder import RawStages, StageRecorder
+from shardwise.runtime.transport.comms import Comms
 
 MICRO_BATCHES = 2
 """Micro-batches of a traced step: the first one, and one that adds its gradients to what is there."""
@@ -49,7 +50,7 @@ def fake_step(
     """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
     called on fake tensors, inside `fake_ranks`. crowd: rows that experts here receive for each one that is sent. Raises
     `UserError` for a loss with more than one pass."""
-    program = _program(module, described, layout, len(batches))
+    program = _program_of(module, described, layout, len(batches))
     for form in (form for forms in program.experts.values() for form in forms):
         form.exchange.crowd = crowd
     batches = [program.of_rows(batch) for batch in batches]
@@ -66,17 +67,22 @@ def fake_stages(
     module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
 ) -> RawStages:
     """Record the passes of a module that is described as a chain, as one stage; else as of `fake_step`."""
-    program = _program(module, described, layout, len(batches))
+    program = _program_of(module, described, layout, len(batches))
     with StageRecorder(program) as recorder:
         recorder.record(loss, [program.of_rows(batch) for batch in batches])
     return recorder.raw
 
 
-def _program(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
+def _program_of(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
     units = unit_plan(described.blueprint, layout, Workload.of_rows(layout, micro_batches))
+    return fake_program(module, described, units, fake_comms(units))
+
+
+def fake_program(module: nn.Module, described: DescribedModule, plan: UnitPlan, comms: Comms) -> ModuleProgram:
+    """The program of a rank, of a module with fake parameters that is taken over."""
     values, device = (lambda parameter, index: index.double()), torch.device("cpu")
-    place_buffers(module, layout, values, device)
-    return ModuleProgram(module, described, units, fake_comms(units), OptimizerConfig(), values, device)
+    place_buffers(module, plan.layout, values, device)
+    return ModuleProgram(module, described, plan, comms, OptimizerConfig(), values, device)
 
 
 def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:

@@ -33,6 +33,11 @@ def with_rows(example: Any, rows: int) -> Any:
     return _pytree.tree_map(blank, example)
 
 
+def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """Inputs with their floating-point numbers in another dtype."""
+    return _pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+
 def row_count(example: Any) -> int:
     """Rows of an example. Raises `UserError` for one without rows."""
     leaves = _tensors(example)

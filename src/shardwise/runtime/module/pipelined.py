@@ -46,6 +46,10 @@ class Messages:
         """Memory for a stage's output, or its gradient."""
         return torch.empty_like(self._outputs[kind_of(batch)][stage], device=self.runner.device)
 
+    def know(self, batch: Any, outputs: dict[int, Tensor]) -> None:
+        """The stages' outputs for batches of this kind, on the meta device."""
+        self._outputs[kind_of(batch)] = outputs
+
     def learn(self, loss: Loss, batches: Sequence[Any]) -> None:
         """Know the shapes for these batches. Buffers and random numbers are afterwards as they were."""
         for batch in batches:
@@ -143,7 +147,7 @@ class ModuleWorker(StepWorker):
                 numbers[0], numbers[1] = self.tokens, tokens
             with comms.in_phase("loss"):
                 comms.all_reduce(numbers, PP, "valid tokens")
-            self.tokens, tokens = numbers.tolist()
+            self.tokens, tokens = (comms.read(number) for number in numbers)
         if self.tokens != (tokens or 1):
             for flat in self.engine.trained:
                 flat.grads_interval.mul_(self.tokens / (tokens or 1))

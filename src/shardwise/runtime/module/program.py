@@ -98,7 +98,7 @@ class ModuleProgram(StepProgram, PartRunner):
             )
         if self.rows is not None and not self.steps:
             loss_fn = TokenLoss(self, loss_fn)
-        outcome = self.train(self._worker(loss_fn, micro_batches), lr, self.rounds.ends(self.steps))
+        outcome = self.train(self.worker(loss_fn, micro_batches), lr, self.rounds.ends(self.steps))
         self.steps += 1
         return outcome
 
@@ -162,9 +162,10 @@ class ModuleProgram(StepProgram, PartRunner):
 
     def gradients(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> None:
         """Compute the gradients of the mean loss over all ranks' tokens."""
-        self.run_passes(self._worker(loss_fn, micro_batches))
+        self.run_passes(self.worker(loss_fn, micro_batches))
 
-    def _worker(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> ModuleWorker:
+    def worker(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> ModuleWorker:
+        """The computation of a step."""
         self._begin_step()
         self.learn_shapes(loss_fn, micro_batches)
         return ModuleWorker(self, self.messages, self.loss_of(loss_fn), micro_batches)

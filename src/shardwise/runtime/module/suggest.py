@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import UserError, brief
 from shardwise.layout import Layout
 from shardwise.layout.styles import STYLES, matched, path_of
-from shardwise.runtime.dryrun import fake_ranks
+from shardwise.runtime.fake_group import fake_ranks
 from shardwise.runtime.module.cuts import DimCut, Uncut, through
 from shardwise.runtime.module.describe import DescribedModule, call, describe, find_blocks, is_plain_map
 from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_step

@@ -14,9 +14,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout import Layout
@@ -29,7 +28,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
 from shardwise.model.traced_stages import Pair, TracedEnds
-from shardwise.runtime.dryrun import fake_ranks
+from shardwise.runtime.fake_group import fake_ranks
 from shardwise.runtime.module.chain import Chain
 from shardwise.runtime.module.context import check_positions, check_tokens
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
@@ -41,7 +40,7 @@ from shardwise.runtime.module.fake_step import (
     fake_step,
 )
 from shardwise.runtime.module.initial import is_meta
-from shardwise.runtime.module.inputs import row_count, row_length, usual_masks, with_rows
+from shardwise.runtime.module.inputs import in_dtype, row_count, row_length, usual_masks, with_rows
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
 from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
@@ -142,8 +141,7 @@ class _Tracer:
         with readable(self.module), usual_masks(self.example):
             blank = fake_copy(self.module, self.fake, torch.bfloat16)
             with self.fake:
-                batch = with_rows(self.example, self.rows[0])
-                batch = _pytree.tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
+                batch = in_dtype(with_rows(self.example, self.rows[0]), torch.bfloat16)
                 repeats = find_repeats(self.module, blank, self.blocks, lambda: self.loss(blank, batch))
         if not repeats.left_out:
             return None

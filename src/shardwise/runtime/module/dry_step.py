@@ -1,0 +1,129 @@
+"""A user's module as a dry run takes it: built by its code, on fake tensors, as any rank of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.layout import Layout, Workload
+from shardwise.layout.units import UnitPlan, unit_plan
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.trace import TraceSource
+from shardwise.runtime.module.chain import Chain, find_chain
+from shardwise.runtime.module.class_model import ClassModel
+from shardwise.runtime.module.describe import describe, find_blocks, run_order
+from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_program
+from shardwise.runtime.module.inputs import in_dtype, with_rows
+from shardwise.runtime.module.losses import LossRows, token_loss
+from shardwise.runtime.module.program import LossFunction, ModuleProgram
+from shardwise.runtime.module.stages import ModuleStages
+from shardwise.runtime.module.verify import FromFile
+from shardwise.runtime.transport.comms import Comms
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """How to build a module and a micro-batch of a layout; picklable. Fields as of `trace`."""
+
+    layout: Layout
+    build: Callable[[], nn.Module]
+    example: Callable[[], Any]
+    loss: LossFunction | FromFile = default_loss
+    plan: Mapping[str, str] | None = None
+    blocks: Sequence[str] | None = None
+    parts: Sequence[str] | None = None
+
+    @classmethod
+    def of_trace(cls, source: TraceSource, layout: Layout) -> ModuleSource:
+        """The code that a trace names."""
+        build = FromFile.parse(f"{source.file}:{source.build}")
+        loss = FromFile(build.path, source.loss) if source.loss else default_loss
+        plan = None if source.plan is None else dict(source.plan)
+        return cls(layout, build, FromFile(build.path, source.example), loss, plan, source.blocks, source.parts)
+
+    @classmethod
+    def of_class(cls, model: ClassModel, layout: Layout, workload: Workload) -> tuple[Blueprint, ModuleSource]:
+        """(description, source) of a model by its class of transformers. Raises `UserError` for a layout that it cannot
+        have."""
+        split = model.split(layout, workload.seq)
+        example = _Tokens(workload.seq, workload.isolate_documents)
+        return split.described.blueprint, cls(layout, model.blank, example, token_loss, split.plan, None, split.parts)
+
+    @property
+    def loss_function(self) -> LossFunction:
+        found: LossFunction = self.loss.loaded() if isinstance(self.loss, FromFile) else self.loss
+        return found
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Rows of a text, as a class's loss takes them."""
+
+    seq: int
+    packed: bool
+
+    def __call__(self) -> LossRows:
+        ids = torch.zeros(1, self.seq, dtype=torch.int64)
+        return LossRows(ids, ids, ids if self.packed else None)
+
+
+@dataclass
+class DryModule:
+    """A module under a layout, before it is bound to a rank."""
+
+    source: ModuleSource
+    fake: FakeTensorMode
+
+    def __post_init__(self) -> None:
+        source, self.layout = self.source, self.source.layout
+        self.module, self.example, self.loss = source.build(), source.example(), source.loss_function
+        blocks = find_blocks(self.module, source.blocks)
+        self.chain: Chain | None = (
+            find_chain(self.module, source.parts, blocks) if self.layout.stage_count > 1 else None
+        )
+        if blocks and self.chain is None and self.loss is default_loss:
+            blank = fake_copy(self.module, self.fake)
+            with self.fake:
+                blocks = run_order(blank, blocks, with_rows(self.example, 2))
+        self.described = describe(self.module, self.layout, source.plan, blocks, self.chain)
+
+    def planned(self, plan: UnitPlan, rank: int) -> UnitPlan:
+        """A plan of the same step, of the parameters that the module has."""
+        return unit_plan(self.described.blueprint, self.layout, plan.workload, rank=rank, backend=plan.backend)
+
+    def program(self, plan: UnitPlan, comms: Comms) -> tuple[ModuleProgram, list[Any]]:
+        """The rank's program and its micro-batches. Call it inside of the fake mode."""
+        program = fake_program(fake_copy(self.module, self.fake), self.described, plan, comms)
+        rows = plan.tokens // plan.sequence.local
+        batches = [program.of_rows(with_rows(self.example, rows)) for _ in range(plan.micro_batches)]
+        if program.messages is not None:
+            assert program.stages is not None
+            program.messages.know(batches[0], self._outputs(program.stages, batches[0]))
+        return program, batches
+
+    def step(self, program: ModuleProgram, batches: Sequence[Any]) -> None:
+        """One step."""
+        program.train(program.worker(self.loss, batches), 1e-3)
+
+    def _outputs(self, stages: ModuleStages, batch: Any) -> dict[int, Tensor]:
+        """Stage -> what it hands on, on the meta device: of a forward pass of the whole module."""
+        dtype, made = getattr(torch, self.layout.dtype), {}
+        blank, blocks = fake_copy(self.module, self.fake, dtype), stages.chain.blocks
+
+        def note(stage: int, *called: Any) -> None:
+            _, args, kwargs, out = called
+            handed = out if stages.blocks[stage][1] else next(iter((*args, *kwargs.values())))
+            made[stage] = torch.empty_like(handed, device="meta")
+
+        for stage, (_, stop) in enumerate(stages.blocks[:-1]):
+            block = blank.get_submodule(blocks[max(stop - 1, 0)])
+            block.register_forward_hook(partial(note, stage), with_kwargs=True)
+        with torch.no_grad():
+            self.loss(blank, in_dtype(batch, dtype))
+        return made

@@ -1,0 +1,102 @@
+"""What commands make of the file of a traced module."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.command_line import mistake
+from harness.forked import context
+from shardwise.runtime import dryrun
+
+Command = Callable[..., tuple[int, str, str]]
+
+CODE = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+
+
+def example():
+    return torch.zeros(4, 16)
+
+
+def loss(model, x):
+    return model(x).square().sum(), len(x)
+"""
+
+
+def answered(command: Command, *words: object) -> Any:
+    code, out, err = command(*words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """code/net.py and traces/net.json, moved since the trace."""
+    from shardwise.cli.main import main
+
+    first = tmp_path_factory.mktemp("own") / "here"
+    for inner in ("code", "traces"):
+        (first / inner).mkdir(parents=True)
+    (first / "code" / "net.py").write_text(CODE)
+    words = ["--loss", "loss", "--tp", "1,2", "--plan", "*.0=column,*.2=row", "--blocks", "0,1,2", "--json"]
+    assert main(["trace", f"{first}/code/net.py:build", *words, "--out", f"{first}/traces/net.json"]) == 0
+    return first.rename(first.with_name("elsewhere"))
+
+
+LAYOUT = "dp=32,tp=2,zero=2,micro=2"
+
+
+def estimate(folder: Path, *more: str) -> list[str]:
+    trace = folder / "traces" / "net.json"
+    return ["estimate", str(trace), "--cluster", "8x8xH100", "--batch", "256", "--layout", *more]
+
+
+def test_a_dry_run_builds_what_the_trace_names(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dryrun, "multiprocessing", SimpleNamespace(get_context=lambda kind: context()))
+    predicted, observed = (
+        answered(command, *estimate(folder, LAYOUT, *more))["roles"][0] for more in ([], ["--dry-run"])
+    )
+    assert observed["ledger"] == predicted["ledger"]
+    for name in ("parameters", "gradients", "optimizer", "saved", "comm"):
+        assert observed["bytes"][name] == predicted["bytes"][name]
+    # A layout that `split` runs and a trace has no numbers for.
+    assert answered(command, *estimate(folder, f"{LAYOUT},compile=block"), "--dry-run")["source"] == "dry-run"
+
+
+def test_a_dry_run_without_the_code_says_why(command: Command, folder: Path, tmp_path: Path) -> None:
+    data = json.loads((folder / "traces" / "net.json").read_text())
+    (tmp_path / "traces").mkdir()
+    trace = tmp_path / "traces" / "net.json"
+    trace.write_text(json.dumps(data))
+    mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "net.py:build' names no object of a file")
+    data["trace"]["source"] = None
+    trace.write_text(json.dumps(data))
+    mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "its trace does not name the code of the module")
+
+
+WORDS = {"deepspeed": '"stage": 3', "accelerate": "fsdp_transformer_layer_cls_to_wrap: Sequential"}
+
+
+@pytest.mark.parametrize(("engine", "word"), WORDS.items())
+def test_engines_that_leave_the_model_to_code_get_files(command: Command, folder: Path, engine: str, word: str) -> None:
+    trace = folder / "traces" / "net.json"
+    code, out, err = command("emit", trace, "--layout", "dp=8,zero=3,micro=2", "--batch", "64", "--for", engine)
+    assert (code, err) == (0, "") and word in out
+    emitted = answered(command, "plan", trace, "--cluster", "8xH100", "--batch", "64", "--emit", engine)["emitted"]
+    assert emitted["engine"] == engine and emitted["text"]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "fsdp2", "torchrun", "vllm"])
+def test_engines_that_describe_models_say_who_does_not(command: Command, folder: Path, engine: str) -> None:
+    batch = ["--prompt", "64", "--output", "64", "--concurrency", "8"] if engine == "vllm" else ["--batch", "64"]
+    outcome = command("emit", folder / "traces" / "net.json", "--layout", "dp=8", *batch, "--for", engine)
+    mistake(outcome, "its file describes a model", "choose deepspeed or accelerate")
