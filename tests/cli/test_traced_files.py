@@ -10,7 +10,9 @@ import pytest
 
 from harness.command_line import mistake
 from harness.forked import context
+from shardwise.layout import Layout
 from shardwise.runtime import dryrun
+from shardwise.runtime.module.class_model import ClassModel
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -80,7 +82,7 @@ def test_a_dry_run_without_the_code_says_why(command: Command, folder: Path, tmp
     mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "net.py:build' names no object of a file")
     data["trace"]["source"] = None
     trace.write_text(json.dumps(data))
-    mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "its trace does not name the code of the module")
+    mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "this file does not name the code of its module")
 
 
 WORDS = {"deepspeed": '"stage": 3', "accelerate": "fsdp_transformer_layer_cls_to_wrap: Sequential"}
@@ -100,3 +102,35 @@ def test_engines_that_describe_models_say_who_does_not(command: Command, folder:
     batch = ["--prompt", "64", "--output", "64", "--concurrency", "8"] if engine == "vllm" else ["--batch", "64"]
     outcome = command("emit", folder / "traces" / "net.json", "--layout", "dp=8", *batch, "--for", engine)
     mistake(outcome, "its file describes a model", "choose deepspeed or accelerate")
+
+
+@pytest.fixture(scope="module")
+def configuration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small Starcoder-2, which no decoder here computes."""
+    folder = tmp_path_factory.mktemp("class")
+    model = ClassModel({"model_type": "starcoder2"}, "starcoder2").small(Layout(tp=2))
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    return folder
+
+
+def test_a_configuration_is_traced_by_its_class(
+    command: Command, configuration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dryrun, "multiprocessing", SimpleNamespace(get_context=lambda kind: context()))
+    trace = configuration / "trace.json"
+    made = answered(command, "trace", configuration, "--seq", "16", "--tp", "1,2", "--out", trace)
+    assert made["tp"] == [1, 2] and made["seq"] == 16 and made["pipelines"]
+    for layout in ("dp=4,tp=2,zero=3,micro=2", "dp=4,pp=2,micro=2"):
+        words = ["--layout", layout, "--cluster", "8xH100", "--batch", "16"]
+        predicted, observed, itself = (
+            answered(command, "estimate", *asked, *words)["roles"]
+            for asked in ([trace], [trace, "--dry-run"], [configuration, "--seq", "16", "--dry-run"])
+        )
+        for said, seen, direct in zip(predicted, observed, itself, strict=True):
+            assert said["ledger"] == seen["ledger"] == direct["ledger"]
+            assert seen["bytes"] == direct["bytes"] and said["bytes"]["saved"] == seen["bytes"]["saved"]
+
+
+def test_options_of_files_are_no_options_of_configurations(command: Command, configuration: Path, folder: Path) -> None:
+    mistake(command("trace", configuration, "--loss", "loss"), "--loss is for FILE.py:NAME")
+    mistake(command("trace", folder / "code" / "net.py:build", "--seq", "8"), "--seq is for a configuration")

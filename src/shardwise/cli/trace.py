@@ -6,22 +6,26 @@ tensor-parallel degree; `estimate` and `plan` read it without torch.
 shardwise trace model.py:build --out model.json
 shardwise plan model.json --cluster 8xH100 --batch 64
 
+shardwise trace Qwen/Qwen3-Next-80B-A3B-Instruct --seq 2048 --tp 1,2 --cuts ep=8 --out model.json
+
 `build` is a function without arguments that returns the module, best on the meta device where it is large. `example`
 and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shardwise.cli.declare import arg
+from shardwise.cli.declare import arg, leave_out, word
+from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result, working
-from shardwise.cli.verify import ModuleOptions, plan_of
+from shardwise.cli.verify import SplitOptions, names_code, plan_of
 from shardwise.errors import UserError
 from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
+from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.model.trace import Trace, TraceSource
 from shardwise.records import dataclass
@@ -42,12 +46,19 @@ def degrees_of(option: str, text: str) -> list[int]:
 
 
 @dataclass
-class TraceOptions(ModuleOptions):
+class TraceOptions(SplitOptions, OfflineOptions):
+    model: str = word(
+        "the function that builds the module, FILE.py:NAME; or a config.json, a folder with one, a name of the hub or "
+        "of `list models`, by its class of transformers",
+        "MODEL",
+    )
+    example: str | None = arg("of FILE.py: inputs of a forward pass, in the same file (example)", "NAME")
     plan: str | None = arg(
         "PATTERN=STYLE,... of tensor parallelism, or suggest for one that is found (the model's own)", "TEXT"
     )
     out: str | None = arg("the file that is written: model.json", "FILE")
-    loss: str | None = arg("its loss, in the same file (the sum of the outputs)", "NAME")
+    loss: str | None = arg("of FILE.py: its loss, in the same file (the sum of the outputs)", "NAME")
+    seq: int | None = arg("of a configuration: tokens of a row (the usual ones)", "N", positive=True, tokens=True)
     tp: list[int] | None = arg("tensor-parallel degrees (those of 1, 2, 4, 8 that suit)", "N,...", read=degrees_of)
     cuts: str = arg(f"values of {', '.join(APART)} under which it is traced, too, with + between", "KEY=N+...", "")
     precision: str = arg("of layouts, by commas", "NAMES", "bf16")
@@ -55,35 +66,55 @@ class TraceOptions(ModuleOptions):
 
 def run(args: TraceOptions) -> int:
     require("trace", "torch")
-    from shardwise.runtime.module.suggest import suggest
     from shardwise.runtime.module.trace import trace
+
+    suggested: dict[str, Any] = {}
+    cuts, precisions = ["", *filter(None, args.cuts.split("+"))], args.precision.split(",")
+    with working(f"tracing {args.model}"):
+        request, source = _of_file(args, suggested) if names_code(args.model) else _of_configuration(args, cuts)
+        blueprint = trace(**request, tp=args.tp, precisions=precisions, cuts=cuts)
+    if args.out:
+        assert blueprint.trace is not None
+        plan, blocks, parts = (request[name] for name in ("plan", "blocks", "parts"))
+        source = replace(
+            source, plan=plan and tuple(plan.items()), blocks=blocks and tuple(blocks), parts=parts and tuple(parts)
+        )
+        write_blueprint(replace(blueprint, trace=replace(blueprint.trace, source=source)), args.out)
+    data = {"model": blueprint.name, "out": args.out, "suggestion": suggested or None, **_summary(blueprint)}
+    return print_result(args, data, _lines(data))
+
+
+def _of_file(args: TraceOptions, suggested: dict[str, Any]) -> tuple[dict[str, Any], TraceSource]:
+    """The arguments of `trace` for a function in a file. suggested: takes a plan that is suggested."""
+    from shardwise.runtime.module.suggest import suggest
     from shardwise.runtime.module.verify import FromFile
 
+    leave_out(args, "seq", "is for a configuration: the example in the file has rows")
     build = FromFile.parse(args.model)
-    example = FromFile(build.path, args.example)
-    module, blocks = build(), args.blocks.split(",") if args.blocks else None
-    plan: dict[str, str] | None = plan_of(args.plan) if args.plan and args.plan != SUGGEST else None
-    found: dict[str, Any] = {}
+    module, example = build(), FromFile(build.path, args.example or "example")
+    blocks, parts = (names.split(",") if names else None for names in (args.blocks, args.parts))
+    plan: Mapping[str, str] | None = plan_of(args.plan) if args.plan and args.plan != SUGGEST else None
     if args.plan == SUGGEST:
         plan = suggestion = suggest(module, example, blocks=blocks)
-        found = suggestion.to_json()
+        suggested |= suggestion.to_json()
     loss = FromFile(build.path, args.loss).loaded() if args.loss else None
-    parts = args.parts.split(",") if args.parts else None
-    cuts = ["", *filter(None, args.cuts.split("+"))]
-    with working(f"tracing {args.model}"):
-        blueprint = trace(
-            module, example, plan, loss=loss, blocks=blocks, parts=parts, tp=args.tp,
-            precisions=args.precision.split(","), cuts=cuts,
-        )  # fmt: skip
-    if args.out:
-        source = TraceSource(
-            build.path, build.name, args.example, args.loss or "", tuple(plan.items()) if plan else None,
-            tuple(blocks) if blocks else None, tuple(parts) if parts else None,
-        )  # fmt: skip
-        assert blueprint.trace is not None
-        write_blueprint(replace(blueprint, trace=replace(blueprint.trace, source=source)), args.out)
-    data = {"model": blueprint.name, "out": args.out, "suggestion": found or None, **_summary(blueprint)}
-    return print_result(args, data, _lines(data))
+    request = {"model": module, "example": example, "plan": plan, "loss": loss, "blocks": blocks, "parts": parts}
+    return request, TraceSource(build.path, build.name, example.name, args.loss or "")
+
+
+def _of_configuration(args: TraceOptions, cuts: Sequence[str]) -> tuple[dict[str, Any], TraceSource]:
+    """The arguments of `trace` for a model by its class of transformers."""
+    from shardwise.layout.usual_workload import usual_workload
+    from shardwise.runtime.module.class_model import ClassModel
+    from shardwise.runtime.module.losses import TokenRows, token_loss
+
+    leave_out(args, "example loss plan blocks parts", "is for FILE.py:NAME: a class of transformers has its own")
+    described = resolve(args.model)
+    model, seq = ClassModel.of(described), usual_workload(described, args.seq, None, 1).workload.seq
+    split = model.widest(cuts, args.tp, seq)
+    request = {"model": split.module, "example": TokenRows(seq), "plan": split.plan, "loss": token_loss, "blocks": None,
+               "parts": split.parts}  # fmt: skip
+    return request, TraceSource(config=model.data)
 
 
 def _summary(blueprint: Blueprint) -> dict[str, Any]:

@@ -36,14 +36,6 @@ class SplitOptions(CommandOptions):
 
 
 @dataclass
-class ModuleOptions(SplitOptions):
-    """A module in a file, and its split."""
-
-    model: str = word("the function that builds the module", "FILE.py:NAME")
-    example: str = arg("inputs of a forward pass, in the same file", "NAME", "example")
-
-
-@dataclass
 class VerifyOptions(SplitOptions, OfflineOptions):
     model: str = word(
         "a config.json, a folder with one, a name of the hub or of `list models`; or FILE.py:NAME, the function that "
@@ -60,7 +52,7 @@ def run(args: VerifyOptions) -> int:
     from shardwise.runtime.module.verify import verify
 
     require("verify", "torch")
-    request = _of_file(args) if ".py:" in args.model or args.model.endswith(".py") else _of_configuration(args)
+    request = _of_file(args) if names_code(args.model) else _of_configuration(args)
     if args.plan:
         request["plan"] = plan_of(args.plan)
     if args.blocks:
@@ -72,6 +64,11 @@ def run(args: VerifyOptions) -> int:
     result = verify(**request)
     print_result(args, result.to_json(), [str(result)])
     return 0 if result else 1
+
+
+def names_code(text: str) -> bool:
+    """Whether MODEL is a function in a file, and no configuration."""
+    return ".py:" in text or text.endswith(".py")
 
 
 def _of_file(args: VerifyOptions) -> dict[str, Any]:

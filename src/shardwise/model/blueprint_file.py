@@ -44,6 +44,6 @@ def read_blueprint(path: str) -> Blueprint | None:
 def _moved(blueprint: Blueprint, path: Callable[[str], str]) -> Blueprint:
     """With another path of the code that was traced."""
     trace = blueprint.trace
-    if trace is None or trace.source is None:
+    if trace is None or trace.source is None or not trace.source.file:
         return blueprint
     return replace(blueprint, trace=replace(trace, source=replace(trace.source, file=path(trace.source.file))))

@@ -6,6 +6,7 @@ recomputation.
 Numbers are kept for two sizes of a micro-batch; between and beyond these they are taken to be linear.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -108,17 +109,19 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class TraceSource:
-    """The code that was traced, as the command names it."""
+    """What was traced, as the command names it: the code of a module, or a configuration of a class of transformers."""
 
-    file: str
+    file: str = ""
     """Path of the Python file: in a trace's file from its folder on."""
-    build: str
+    build: str = ""
     """What builds the module, in that file."""
-    example: str
+    example: str = ""
     loss: str = ""
     plan: tuple[tuple[str, str], ...] | None = None
     blocks: tuple[str, ...] | None = None
     parts: tuple[str, ...] | None = None
+    config: Mapping[str, Any] | None = None
+    """Contents of the class's config.json."""
 
 
 @dataclass(frozen=True)

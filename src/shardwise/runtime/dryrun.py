@@ -99,14 +99,9 @@ def _subject(
         return ModuleSource.of_class(ClassModel.of(model), eager, workload)
     check_module_layout(layout, devices)
     check_described(model, layout, workload.micro_batches(layout))
-    if model.trace is None or model.trace.source is None:
-        raise UserError(
-            f"{model.name}: its trace does not name the code of the module, which a dry run builds: make it with "
-            "`shardwise trace FILE.py:NAME --out`"
-        )
     from shardwise.runtime.module.dry_step import ModuleSource
 
-    return model, ModuleSource.of_trace(model.trace.source, eager)
+    return model, ModuleSource.of_trace(model.trace, eager)
 
 
 def _micro_batches(plan: UnitPlan) -> str:

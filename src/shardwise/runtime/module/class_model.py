@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout import Layout
 from shardwise.layout.context import SequenceCut, cuts_sequences
+from shardwise.layout.layout import most_cut
 from shardwise.layout.modules import fewest_micro_batches
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import read_fields, to_huggingface
@@ -277,6 +278,18 @@ class ClassModel:
         parts = plain._order(blocks, self.inputs(2, seq)) if layout.pp > 1 else None
         return self.divided(layout, plain._plan(module, layout) if layout.tp > 1 else None, parts)
 
+    def widest(self, cuts: Sequence[str], degrees: Sequence[int] | None, seq: int) -> ClassSplit:
+        """How the largest of some tensor-parallel degrees (None: those that suit) cuts it, under these values of
+        `traced_cut`, as stages where its parts can be. Raises `UserError` as `split`."""
+        tried = [(tp, pp) for tp in ([max(degrees)] if degrees else [2, 1]) for pp in (2, 1)]
+        for place, (tp, pp) in enumerate(tried):
+            try:
+                return self.split(replace(most_cut(cuts, tp), pp=pp), seq)
+            except UserError:
+                if place + 1 == len(tried):
+                    raise
+        raise AssertionError("there is a last one")
+
     def _check_tokens(self, layout: Layout, seq: int) -> None:
         """Raise `LayoutError` where its tokens do not meet in causal attention alone, as a small model of its kind
         shows, or within a window."""
@@ -330,7 +343,7 @@ class ClassModel:
             with usual_masks(example):
                 for path in blocks:
                     module.get_submodule(path).register_forward_hook(lambda _, args, y, at=path: check_output(at, y))
-                return tuple(run_order(module, [*blocks, *(name for name in held if name not in blocks)], example))
+                return _patterns(run_order(module, [*blocks, *(name for name in held if name not in blocks)], example))
         except UserError:
             raise
         except Exception:
@@ -381,6 +394,15 @@ class ClassSplit:
     def chosen(self) -> dict[str, Any]:
         """Fields of a job, whose ranks cannot look for a plan."""
         return {"class_plan": self.plan and dict(self.plan), "class_parts": self.parts and tuple(self.parts)}
+
+
+def _patterns(paths: Sequence[str]) -> tuple[str, ...]:
+    """Modules in order, with one pattern for lists whose elements come one after the other."""
+    lists: dict[str, list[str]] = {}
+    for path in paths:
+        lists.setdefault(re.sub(r"\.\d+$", ".*", path), []).append(path)
+    numbered = [pattern.replace("*", str(n)) for pattern, inside in lists.items() for n in range(len(inside))]
+    return tuple(lists) if numbered == list(paths) else tuple(paths)
 
 
 def _traced_dtype() -> Any:

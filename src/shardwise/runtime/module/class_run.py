@@ -33,7 +33,7 @@ from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, res
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
-from shardwise.runtime.module.losses import Loss, LossRows, loss_of, margins, token_loss
+from shardwise.runtime.module.losses import Loss, LossRows, TokenRows, loss_of, margins, token_loss
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.trace import trace, traced_modes
 from shardwise.runtime.offload.file import Kept
@@ -257,10 +257,9 @@ def traced(config: TrainConfig) -> Blueprint:
     """The model as predictions read it. Raises `UserError` where it cannot be traced."""
     layout, model = config.layout, ClassModel.of(config.model)
     split = model.divided(layout, config.class_plan, config.class_parts)
-    ids, dpo = torch.zeros(layout.micro, config.workload.seq, dtype=torch.int64), config.minimized.kind == "dpo"
-    packed, reference = config.workload.isolate_documents, torch.zeros(layout.micro, dtype=torch.float64)
-    rows = LossRows(ids, ids, ids if packed else None, reference if dpo else None)
+    packed, dpo = config.workload.isolate_documents, config.minimized.kind == "dpo"
     return trace(
-        split.module, rows, split.plan, loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp],
-        precisions=[layout.precision], cuts=[traced_cut(layout)], modes=traced_modes(layout),
+        split.module, TokenRows(config.workload.seq, packed, layout.micro, dpo), split.plan,
+        loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp], precisions=[layout.precision],
+        cuts=[traced_cut(layout)], modes=traced_modes(layout),
     )  # fmt: skip

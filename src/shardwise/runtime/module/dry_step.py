@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.units import UnitPlan, unit_plan
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.trace import TraceSource
+from shardwise.model.trace import Trace
 from shardwise.runtime.module.chain import Chain, find_chain
 from shardwise.runtime.module.class_model import ClassModel
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_program
 from shardwise.runtime.module.inputs import in_dtype, with_rows
-from shardwise.runtime.module.losses import LossRows, token_loss
+from shardwise.runtime.module.losses import TokenRows, token_loss
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.stages import ModuleStages
 from shardwise.runtime.module.verify import FromFile
@@ -40,37 +41,32 @@ class ModuleSource:
     parts: Sequence[str] | None = None
 
     @classmethod
-    def of_trace(cls, source: TraceSource, layout: Layout) -> ModuleSource:
-        """The code that a trace names."""
+    def of_trace(cls, trace: Trace | None, layout: Layout) -> ModuleSource:
+        """The code that a trace names. Raises `UserError` where it names none, or what is not there."""
+        if trace is None or (source := trace.source) is None:
+            raise UserError(
+                "this file does not name the code of its module, which a dry run builds: make it with `shardwise trace`"
+            )
+        named = None if source.plan is None else dict(source.plan), source.blocks, source.parts
+        if source.config is not None:
+            model = ClassModel(source.config, str(source.config.get("model_type")))
+            return cls(layout, model.blank, TokenRows(trace.seq), token_loss, *named)
         build = FromFile.parse(f"{source.file}:{source.build}")
         loss = FromFile(build.path, source.loss) if source.loss else default_loss
-        plan = None if source.plan is None else dict(source.plan)
-        return cls(layout, build, FromFile(build.path, source.example), loss, plan, source.blocks, source.parts)
+        return cls(layout, build, FromFile(build.path, source.example), loss, *named)
 
     @classmethod
     def of_class(cls, model: ClassModel, layout: Layout, workload: Workload) -> tuple[Blueprint, ModuleSource]:
         """(description, source) of a model by its class of transformers. Raises `UserError` for a layout that it cannot
         have."""
         split = model.split(layout, workload.seq)
-        example = _Tokens(workload.seq, workload.isolate_documents)
+        example = TokenRows(workload.seq, workload.isolate_documents)
         return split.described.blueprint, cls(layout, model.blank, example, token_loss, split.plan, None, split.parts)
 
     @property
     def loss_function(self) -> LossFunction:
         found: LossFunction = self.loss.loaded() if isinstance(self.loss, FromFile) else self.loss
         return found
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Rows of a text, as a class's loss takes them."""
-
-    seq: int
-    packed: bool
-
-    def __call__(self) -> LossRows:
-        ids = torch.zeros(1, self.seq, dtype=torch.int64)
-        return LossRows(ids, ids, ids if self.packed else None)
 
 
 @dataclass

@@ -6,6 +6,7 @@ Sums are divided by the number over all ranks, however many a rank has.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,22 @@ class LossRows(NamedTuple):
     """[B, S]: where they restart, another document begins, which does not see the one before; None to count up."""
     reference: Tensor | None = None
     """[B] of preference pairs: log p(chosen) - log p(rejected) of the reference, fp64."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of a text without values, made when it is called. packed: whether they have several documents."""
+
+    seq: int
+    packed: bool = False
+    rows: int = 2
+    preferred: bool = False
+    """Whether they are pairs of preferences."""
+
+    def __call__(self) -> LossRows:
+        ids = torch.zeros(self.rows, self.seq, dtype=torch.int64)
+        reference = torch.zeros(self.rows, dtype=torch.float64) if self.preferred else None
+        return LossRows(ids, ids, ids if self.packed else None, reference)
 
 
 Loss = Callable[[Any, LossRows], tuple[Tensor, Tensor | int]]
