@@ -106,12 +106,14 @@ def _of_configuration(args: TraceOptions, cuts: Sequence[str]) -> tuple[dict[str
     """The arguments of `trace` for a model by its class of transformers."""
     from shardwise.layout.usual_workload import usual_workload
     from shardwise.runtime.module.class_model import ClassModel
+    from shardwise.runtime.module.class_run import check_head
     from shardwise.runtime.module.losses import TokenRows, token_loss
 
     leave_out(args, "example loss plan blocks parts", "is for FILE.py:NAME: a class of transformers has its own")
     described = resolve(args.model)
     model, seq = ClassModel.of(described), usual_workload(described, args.seq, None, 1).workload.seq
     split = model.widest(cuts, args.tp, seq)
+    check_head(model, split)
     request = {"model": split.module, "example": TokenRows(seq), "plan": split.plan, "loss": token_loss, "blocks": None,
                "parts": split.parts}  # fmt: skip
     return request, TraceSource(config=model.data)
