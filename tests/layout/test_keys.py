@@ -45,7 +45,7 @@ WORDS = {
 }  # fmt: skip
 """Keys that are words for other things as well, which nothing tells apart."""
 LATER = {
-    "dp": 83, "tp": 122, "pp": 91, "cp": 49, "ep": 49, "etp": 14, "zero": 71, "shard": 29, "sp": 46, "cpkind": 12,
+    "dp": 82, "tp": 122, "pp": 91, "cp": 49, "ep": 49, "etp": 14, "zero": 71, "shard": 29, "sp": 46, "cpkind": 12,
     "tpkind": 8, "sync": 21, "virtual": 37, "micro": 91, "recompute": 67, "offload": 22, "offload_params": 16,
     "offload_activations": 7, "precision": 45, "grads": 40,
 }  # fmt: skip
