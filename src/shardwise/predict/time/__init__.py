@@ -36,27 +36,4 @@ __all__ = [
     "training_step",
 ]
 
-lazily(
-    __name__,
-    {
-        "Constants": "constants",
-        "ENGINES": "profiles",
-        "EngineProfile": "profiles",
-        "Kernels": "kernels",
-        "Pricing": "pricing",
-        "Range": "ranges",
-        "ServedSeconds": "serving",
-        "ServingLayout": "serving",
-        "StepSeconds": "step",
-        "StepShape": "split",
-        "capacity": "serving",
-        "constants": "constants",
-        "decode_step": "serving",
-        "engine": "profiles",
-        "known_devices": "constants",
-        "prefill": "serving",
-        "throughput": "serving",
-        "time_range": "ranges",
-        "training_step": "step",
-    },
-)
+lazily(__name__)
