@@ -18,6 +18,7 @@ from typing import Any
 from shardwise.cli.declare import arg
 from shardwise.cli.output import print_result, working
 from shardwise.cli.verify import ModuleOptions, plan_of
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
@@ -102,13 +103,8 @@ def _summary(blueprint: Blueprint) -> dict[str, Any]:
         "left_out": {key: why for key, why in (("sp", trace.uncut), ("pipelines", trace.unpiped)) if why},
         "precisions": sorted({each.precision for each in trace.steps}),
         "parts": [
-            {
-                "name": part.name,
-                "module": part.module,
-                "parameters": part.numel,
-                "saved": first.get(part.name, 0),
-                **_operations(trace, part.name),
-            }
+            keyed(part, "name module parameters=numel")
+            | {"saved": first.get(part.name, 0), **_operations(trace, part.name)}
             for part in blueprint.parts
         ],
     }

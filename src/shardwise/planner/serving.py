@@ -27,7 +27,7 @@ import numpy as np
 from shardwise.arrays import Num
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
-from shardwise.codec import Json
+from shardwise.codec import Json, keyed
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
@@ -290,14 +290,11 @@ class ServingPlan(Answer[Deployment], Printable):
             "price": self.price and self.price.to_json(),
             "quantised_on_fewer": self.quantised and self.quantised[0].to_json(),
             "split_on_more": self.quantised and self.quantised[1].to_json(),
-            "lossless": self.lossless and self.lossless.to_json(),
-            "gathering": self.gathering and self.gathering.to_json(),
+            **keyed(self, "lossless gathering"),
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
-            "disaggregated": self.apart and self.apart.to_json(),
-            "requests_per_second": self.rate,
+            **keyed(self, "disaggregated=apart requests_per_second=rate"),
             "bounds": [one.to_json() | {"best": one.best and self._row(one.best)} for one in self.bounds],
-            "assumed": list(self.assumed),
-            "warnings": list(self.warnings),
+            **keyed(self, "assumed warnings"),
         }
 
 

@@ -91,17 +91,9 @@ def _layer(model: ModelConfig, layout: Layout, tokens: int, load: str) -> Expert
 
 
 def _drawn(one: ExpertRank) -> dict[str, Any]:
-    return {
-        "group": one.group,
-        "place": one.place,
-        "experts": [one.experts.start, one.experts.stop],
-        "columns": [one.columns.start, one.columns.stop],
-        "tokens": len(one.tokens),
-        "routes": one.routes,
-        "sends": one.sends,
-        "receives": one.receives,
-        "loads": one.loads,
-    }
+    spans = {name: [span.start, span.stop] for name, span in (("experts", one.experts), ("columns", one.columns))}
+    names = ("group", "place", "routes", "sends", "receives", "loads")
+    return {"tokens": len(one.tokens)} | spans | {name: getattr(one, name) for name in names}
 
 
 def _held(layer: ExpertLayer) -> Table:
