@@ -119,6 +119,6 @@ def _print_ready(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Re
         **keyed(ready, "context pages page_tokens transport load_s=seconds"),
         "held": {**asdict(fit.held), "total": fit.held.total},
         "room": keyed(fit, "bytes=room fits context=largest_context batch=largest_batch"),
-        "valid": keyed(fit, "tp=tps pp=pps"),
+        "valid": {"tp": fit.tps, "pp": fit.pps},
     }
     print(json.dumps(said), flush=True)
