@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, EDP, EP, ETP, TP
@@ -52,10 +53,7 @@ def data(params: Mapping[str, str]) -> View:
     }
     more = {
         "left_out": left_out,
-        "experts": model.experts.count,
-        "columns": model.experts.ffn,
-        "row_bytes": layer.row_bytes,
-        "mean": layer.mean,
+        **keyed(layer, "experts=experts.count columns=experts.ffn row_bytes mean"),
         "waits": [layer.waits(one) for one in layer.ranks],
         "steps": [step._asdict() for step in steps(layer)],
         "ranks": [_drawn(one) for one in layer.ranks],
