@@ -23,7 +23,7 @@ from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 from shardwise.planner.strategies import serving_engine
 from shardwise.predict.memory.serving import ServingSetup, stage_bytes
 from shardwise.predict.time.constants import constants
-from shardwise.predict.time.serving import ServingLayout, throughput
+from shardwise.predict.time.serving import ServedModel, ServingLayout
 from shardwise.predict.time.step import Pricing
 from shardwise.report.units import format_bytes, format_count, format_time
 
@@ -188,7 +188,7 @@ def served(row: dict[str, Any]) -> tuple[float, float | None]:
     pricing = Pricing(cluster, constants(cluster.device))
     try:
         model, engine = resolve(row["model"], stored=True), serving_engine(row["engine"])
-        seconds = float(throughput(model, split, *work, engine, pricing).seconds)
+        seconds = float(ServedModel(model, split, engine, pricing).throughput(*work).seconds)
     except UserError:
         return float("inf"), None
     return seconds, seconds / row["seconds"] - 1

@@ -204,32 +204,7 @@ def test_text_that_does_not_fill_a_sequence(ranks):
         train(data="short.txt", workload=Workload(seq=60, batch=4))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sed": 1}, "train has no option 'sed'; did you mean seed?"),
-        ({"workload": Workload()}, "needs a sequence length and a batch"),
-        ({"layout": "dp=3"}, "nearest that can: 3 or 6"),
-        ({"model": "gpt-2"}, "did you mean gpt2"),
-        ({"matmul": "medum"}, "matmul must be"),
-        ({"validate_batches": 0}, "validate_batches must be at least 1"),
-        ({"hang": 0.0}, "hang must be a positive number"),
-        ({"max_bytes": 0}, "max_bytes must be at least 1"),
-        ({"seed": 1 << 64}, "seed must be at most 18446744073709551615"),
-        ({"threads": 100_000}, "threads must be at most 1024"),
-        ({"hang": 10**400}, "hang must be a positive number"),
-        ({"steps": 1.5}, "steps must be a whole number, not 1.5"),
-        ({"steps": True}, "steps must be a whole number, not True"),
-        ({"seed": "a"}, "seed must be a whole number, not 'a'"),
-        ({"max_bytes": "x"}, "max_bytes must be a whole number or None, not 'x'"),
-        ({"hang": None}, "hang must be a number, not None"),
-        ({"report": 1}, "report must be True or False, not 1"),
-        ({"restarts": "1"}, "restarts must be a whole number, not '1'"),
-        ({"model": 3}, "model must be of type ModelConfig, not 3"),
-        ({"layout": None}, "layout must be a Layout, a text such as tp=2,dp=4, or a dict; not None"),
-        ({"workload": {"seq": 8}}, "workload must be of type Workload"),
-    ],
-)
+@from_table
 def test_mistakes(ranks, changes, words):
     with pytest.raises(UserError) as caught:
         train(**changes)

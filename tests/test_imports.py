@@ -1,6 +1,7 @@
 """The direction of imports between rooms, what a command may load, and the decoder's silence about parallelism."""
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -291,10 +292,18 @@ def test_loaded_packages_are_seen():
     assert "numpy" in loaded_by("import numpy")
 
 
-def test_every_public_name_exists():
-    for name in shardwise.__all__:
-        assert getattr(shardwise, name) is not None
-    assert set(shardwise.__all__) <= set(dir(shardwise))
+LAZY = [path.parent for path in PACKAGE.rglob("__init__.py") if "lazily(" in path.read_text()]
+
+
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.name)
+def test_every_public_name_exists(package):
+    module = importlib.import_module(".".join(package.relative_to(PACKAGE.parent).parts))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_no_other_name_exists():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = shardwise.nothing
 

@@ -55,29 +55,4 @@ __all__ = [
     "verify",
 ]
 
-lazily(
-    __name__,
-    {
-        "Blueprint": "model.blueprint",
-        "Cluster": "cluster",
-        "Layout": "layout",
-        "Lora": "model.lora",
-        "ModelConfig": "model",
-        "StepReport": "report",
-        "TrainResult": "api",
-        "Workload": "layout",
-        "compare": "report",
-        "emit": "cli.functions",
-        "estimate": "predict",
-        "explain": "cli.functions",
-        "generate": "cli.functions",
-        "plan": "planner",
-        "plan_serving": "planner.serving",
-        "split": "runtime.module.split",
-        "suggest": "runtime.module.suggest",
-        "trace": "runtime.module.trace",
-        "train": "api",
-        "verify": "runtime.module.verify",
-    },
-    speaks_python,
-)
+lazily(__name__, speaks_python)

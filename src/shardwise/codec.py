@@ -4,7 +4,7 @@ A class with `parse` is its text. Other dataclasses are objects, named tuples to
 """
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from fractions import Fraction
 from functools import cache, partial, reduce
@@ -87,21 +87,35 @@ def _written(kind: Any) -> list[tuple[str, Callable[[Any], Any], Any]]:
     own = {item.name: item for item in fields(kind)}
     omits = getattr(kind, "json_omits", ())
     rows: list[tuple[str, Callable[[Any], Any], Any]] = []
-    for word in getattr(kind, "json_keys", "*").replace("*", " ".join(own)).split():
-        key, _, path = word.partition("=")
-        path = path or key.removesuffix("?")
+    for key, path in _paths(getattr(kind, "json_keys", "*").replace("*", " ".join(own))):
         omitted = path in own and (omits is EVERY or path in omits)
         rows.append((key, partial(_at, path), _default(own[path]) if omitted else MISSING))
     return rows
+
+
+@cache
+def _paths(keys: str) -> list[tuple[str, str]]:
+    """(JSON key, attribute or its path) of `Json.json_keys` without "*"."""
+    pairs = (word.partition("=") for word in keys.split())
+    return [(key, path or key.removesuffix("?")) for key, _, path in pairs]
 
 
 def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
+def keyed(value: Any, keys: str) -> dict[str, Any]:
+    """A plain dictionary of attributes of any object. keys: as of `Json.json_keys`, without "*"."""
+    return _filled(value, [(key, partial(_at, path), MISSING) for key, path in _paths(keys)])
+
+
 def _object(value: Any) -> dict[str, Any]:
+    return _filled(value, _written(cast(Any, type(value))))
+
+
+def _filled(value: Any, rows: Iterable[tuple[str, Callable[[Any], Any], Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
-    for key, own_of, omitted in _written(cast(Any, type(value))):
+    for key, own_of, omitted in rows:
         own = own_of(value)
         if omitted is MISSING or own != omitted:
             *outer, name = key.removesuffix("?").split(".")

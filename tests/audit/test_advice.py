@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.audit.advice import AdviceRequest, advice
 from shardwise.audit.calls import Call
 from shardwise.audit.reading import RankRecording
@@ -56,14 +57,6 @@ def test_a_plan_that_is_the_program_s() -> None:
     assert lines("fsdp", best, "llama-3.2-1b") == [f"{best} is plan's best for 2xH100-80GB-SXM, too"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "model", "cluster", "config", "text"),
-    [
-        ("dp=4", "llama-3.2-1b", "2xH100", True, "; dp=4 has 4 ranks, so it is not compared"),
-        ("dp=2,precision=fp32", "llama-3-8b", "2xH100", True, "; dp=2,precision=fp32 does not fit there"),
-        ("dp=2", None, "2xH100", False, "none: the program's model is not known: give --model NAME beside --cluster"),
-        ("dp=2", "llama-3-70b", "2xH100", True, "none: does not fit 2xH100-80GB-SXM"),
-    ],
-)  # fmt: skip
+@from_table
 def test_reasons(layout, model, cluster, config, text) -> None:
     assert text in lines("ddp", layout, model, cluster, config)[0]

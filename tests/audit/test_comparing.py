@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.audit.calls import Call
 from shardwise.audit.job import AuditedJob
 from shardwise.audit.reading import RankRecording, StepMark
@@ -61,16 +62,7 @@ def test_clean_steps_are_equal_to_the_plan(calls, local) -> None:
     assert all(row.note.endswith("elements are gathered again that this runtime keeps") for row in again)
 
 
-@pytest.mark.parametrize(
-    ("stage", "ops", "local", "layout", "note"),
-    [
-        (0, ["all_reduce"], 1, "dp=2", ""),
-        (None, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=1", HALF),
-        (2, ["all_reduce", "all_gather_into"], 1, "dp=2,zero=2", HALF),
-        (3, ["reduce_scatter", "all_gather_into"], 2, "dp=2,zero=3",
-         "parameters: gathered after the update; this runtime does in the forward pass"),
-    ],
-)  # fmt: skip
+@from_table
 def test_deepspeed_reduces_after_the_backward_pass(stage, ops, local, layout, note) -> None:
     """And gathers after the update. Its engine says which stage it is; from 2 on it reduces every micro-batch."""
     more = {"phase": "", "engine": "deepspeed"}
@@ -94,15 +86,7 @@ def test_micro_batches_that_do_not_reduce_gather_more_often() -> None:
     assert notes(audited(FSDP[:4] * 2 + FSDP, 2)) == []
 
 
-@pytest.mark.parametrize(
-    ("calls", "local", "note"),
-    [
-        ([call("all_reduce", 2 * BLOCK - 16, engine="ddp")], 1,
-         "gradients: 16 elements are never reduced (as many as 0.down.bias has)"),
-        ([*GATHERS, *FSDP], 2, "parameters: 2 times what is due"),
-        ([*FSDP, *FSDP[2:4]], 2, "parameters: 2 times all parameters"),
-    ],
-)  # fmt: skip
+@from_table
 def test_mistakes_of_a_step(calls, local, note) -> None:
     audit = audited(calls, local)
     assert notes(audit) == [note] and audit.exit_code == 1

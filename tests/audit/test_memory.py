@@ -8,46 +8,15 @@ from pathlib import Path
 import pytest
 
 from harness.audited_programs import HEAD, MODELS, STEP, Program
+from harness.cases import table
 from harness.today import some_of
 from shardwise.audit.result import audit_of
 
 SIZES = {"width": 1024, "micro": 1, "steps": 3}
 KINDS = ("ddp", "by hand", "fsdp2", "fsdp2 kept", "fsdp1", "tp")
-PROFILED = """
-import ctypes, os, json, torch
-folder = os.path.dirname(__file__)
-profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-if os.environ["RANK"] == "1":
-    # Without it the profiler does not count what other threads free, as gloo's do when a collective ends.
-    c10 = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))
-    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
-    profiler.start()
-"""
-DECLARED = """
-def local(t):
-    return getattr(t, "_local_tensor", t)
-def size(tensors):
-    return sum(local(t).numel() * local(t).element_size() for t in tensors if t is not None)
-def pack(t):
-    storage = local(t).untyped_storage()
-    if storage.data_ptr() not in {local(p).untyped_storage().data_ptr() for p in model.parameters()}:
-        saved[storage.data_ptr()] = storage.nbytes()
-    return t
-saved = {}
-"""
-WRITTEN = """
-    if step == 2:
-        if rank == 1:
-            torch.ones(1)
-            profiler.stop()
-            profiler.export_chrome_trace(os.path.join(folder, "trace.json"))
-        own = [t for state in opt.state.values() for t in state.values()]
-        sizes = [size(model.parameters()), size(p.grad for p in model.parameters()), size(own), sum(saved.values())]
-        open(os.path.join(folder, f"{rank}.json"), "w").write(json.dumps(sizes))
-    saved.clear()
-    opt.zero_grad()
-dist.destroy_process_group()
-"""
+PROFILED = table(__file__, "PROFILED")
+DECLARED = table(__file__, "DECLARED")
+WRITTEN = table(__file__, "WRITTEN")
 CALL = "model(torch.randn(4, 1024)).square().mean().backward()"
 PACKED = """saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

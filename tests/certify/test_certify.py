@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness import forked
+from harness.cases import from_table, table
 from harness.pool import run_ranks
 from harness.today import seed
 from shardwise.certify import job
@@ -23,25 +24,7 @@ from shardwise.runtime.job.launch import Ending, RunFailed
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCE = str(Path(__file__).parents[2] / "src")
-ADAPTER = """
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-name, axes, data, space = "mine", ("dp",), ("dp",), {"dp": (1, 2, 4)}
-variants = ("plain", "uneven")
-
-
-def parallelize(model, layout):
-    assert all(layout.get(axis, 1) > 1 for axis in axes)
-    return DistributedDataParallel(model)
-
-
-def backward(run, ids, labels, tokens):
-    logits = run.logits(run.engine, ids).flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
-    (loss * run.data[1] * FACTOR).backward()
-    return loss.item()
-"""
+ADAPTER = table(__file__, "ADAPTER")
 
 OWN_LOSS = ADAPTER.replace(
     'loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens',
@@ -159,35 +142,7 @@ def test_errors_of_an_engine_are_refused_or_failed(tmp_path: Path) -> None:
         assert done.returncode == 1 and f"failed: loss at dp=2 and 5 more: in a step: {words}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("ddpp dp=2", "no engine 'ddpp', and no path of an adapter.py; did you mean ddp?"),
-        ("none.py dp=2", "there is no file none.py"),
-        ("ddp dq=2", "torch DDP has no 'dq=2'; one of dp, bucket, views"),
-        ("ddp dp", "torch DDP has no 'dp'"),
-        ("ddp dp=1", "has one rank"),
-        ("ddp dp=0", "sizes of dp are positive integers"),
-        ("ddp dp=x", "sizes of dp are positive integers"),
-        ("ddp dp=2 --model huge", "torch DDP has no model 'huge': it has tiny"),
-        ("{file} dp=2", "is no adapter: it has no axes, data, space, parallelize"),
-        ("{broken} dp=2", "cannot be imported: NameError"),
-        ("{needy} dp=2", "needs no_such_package: pip install no_such_package"),
-        ("{axis} dp=2", "mine: data has 'pd'; one of dp"),
-        ("{text} dp=2", "mine: axes is 'dp', and must be a list or a tuple, as in ('dp',)"),
-        ("{space} dp=2", "mine: space is ['dp'], and must be a dict"),
-        ("{one}", "mine: space makes no layout of 2 to 8 ranks; its axes: dp"),
-        ("{variant} dp=2", "mine: variants has 'untied'; did you mean tied?"),
-        ("{plain} dp=2", "mine: variants must have 'plain'"),
-        ("{within} dp=2", "mine: within has 'views'; one of dp"),
-        ("{number} dp=2", "mine: clip is 3, and must be a function"),
-        (
-            "{near} dp=2",
-            "mine: it defines backwards, which nothing calls; did you mean backward? Else name it _backwards",
-        ),
-        ("{version} dp=2", "mine needs nosuch: pip install nosuch"),
-    ],
-)
+@from_table
 def test_mistakes_are_one_line(words: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mine = 'name, axes, data, space = "mine", ["dp"], ["dp"], {"dp": [1, 2]}\nparallelize = print\n'
     files = {

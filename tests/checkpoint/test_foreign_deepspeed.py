@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness.cases import from_table
 from harness.foreign_jobs import Going, Trap, inside, refusals_of_mutants, refused, rows_of
 from harness.pool import run_ranks
 from harness.reference import Case
@@ -180,21 +181,7 @@ def test_tensor_parallel_checkpoints_are_named_as_not_supported(copied):
     assert "ds_to_universal" in _refused(folder)
 
 
-@pytest.mark.parametrize(
-    "path, change, words",
-    [
-        ("optimizer_state_dict", lambda d: d.pop("param_slice_mappings"), "no param_slice_mappings"),
-        ("optimizer_state_dict", lambda d: d.update(partition_count=[4, 4]), "of 4 ranks"),
-        ("optimizer_state_dict", lambda d: d.update(partition_count=[2, 1]), "among how many ranks"),
-        ("optimizer_state_dict", lambda d: d.update(zero_stage=7), "stage 7"),
-        ("optimizer_state_dict", lambda d: d.pop("base_optimizer_state"), "there is not what DeepSpeed writes"),
-        ("optimizer_state_dict/base_optimizer_state/state/0", lambda d: d.pop("exp_avg"), "exp_avg of group 0"),
-        ("optimizer_state_dict/base_optimizer_state/state/0", lambda d: d.update(step=9), "and group 1"),
-        ("optimizer_state_dict/base_optimizer_state/state/0", lambda d: d.update(max_exp_avg_sq=1), "AdamW has not"),
-        ("optimizer_state_dict/base_optimizer_state/state", lambda d: d.pop(1), "each group of parameters"),
-        ("optimizer_state_dict/param_slice_mappings/0", lambda d: d.popitem(), "elements, its shape"),
-    ],
-)
+@from_table
 def test_a_file_with_other_contents_is_refused(copied, changed, path, change, words):
     folder = copied("zero1")
     changed(_optimizer(folder, 0), lambda content: change(inside(content, path)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.cases import table
 from harness.command_line import mistake
 from harness.forked import context
 from shardwise.layout import Layout
@@ -16,22 +17,7 @@ from shardwise.runtime.module.class_model import ClassModel
 
 Command = Callable[..., tuple[int, str, str]]
 
-CODE = """
-import torch
-from torch import nn
-
-
-def build():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
-
-
-def example():
-    return torch.zeros(4, 16)
-
-
-def loss(model, x):
-    return model(x).square().sum(), len(x)
-"""
+CODE = table(__file__, "CODE")
 
 
 def answered(command: Command, *words: object) -> Any:

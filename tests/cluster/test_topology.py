@@ -138,22 +138,7 @@ def test_files_are_read_back(text, device, tmp_path):
     assert back.intra.bandwidth == cluster.intra.bandwidth and back.inter.bandwidth == cluster.inter.bandwidth
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "no line names the columns"),
-        ("GPU0 GPU1\n", "no row GPU0"),
-        (DGX_A100.split("GPU7    ")[0], "no row GPU0|no line"),
-        ("\n".join(BRIDGE.splitlines()[:2]), "no row GPU1"),
-        (BRIDGE.replace("NV12", "NV", 1), "'NV' in the table"),
-        (BRIDGE.replace("NV12", "SYS", 1), "but GPU1 to GPU0 is NV12"),
-        (BRIDGE.replace(" X ", "SYS", 1), "should be X"),
-        (BRIDGE.replace("NV12", "NV0"), "NV0"),
-        ("GPU0 GPU0\nGPU0 X X\n", "column twice"),
-        ("GPU0 GPU1\nGPU0 X\nGPU1 NV1 X", "1 of 2 entries"),
-        ("x" * 1_000_001, "more than 1,000,000"),
-    ],
-)
+@from_table
 def test_texts_that_are_no_table(text, words):
     with pytest.raises(UserError, match=words) as caught:
         read(text)

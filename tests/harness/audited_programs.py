@@ -5,53 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-HEAD = """
-import os, signal, sys, time, torch, torch.nn as nn, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-half = [dist.new_group([r for r in range(world) if r * 2 // world == k]) for k in range(2)][rank * 2 // world]
-MISTAKE, WRONG, AT = {mistake!r}, {rank}, {step}
+from harness.cases import table
 
-class Block(nn.Module):
-    def __init__(self, h):
-        super().__init__()
-        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))  # MICRO
+HEAD = table(__file__, "HEAD")
 
-def net(layers={layers}, h={width}):
-    return nn.Sequential(*(Block(h) for _ in range(layers)))
+TAIL = table(__file__, "TAIL")
 
-def wrong(what):
-    return MISTAKE == what and rank == WRONG and step == AT
-"""
-
-TAIL = """
-    if wrong("died"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if wrong("error"):
-        raise ValueError("no such token")  # ERROR
-    if wrong("caught"):
-        try: raise TypeError("no such type")  # ERROR
-        except TypeError: sys.exit(3)
-    seen = torch.zeros(3, dtype=torch.int64)
-    total = torch.ones(2 if wrong("size") else 1, dtype=torch.int32 if wrong("dtype") else torch.float32)
-    numbers = [total, seen]
-    for number in reversed(numbers) if wrong("reordered") else numbers[wrong("skipped"):]:
-        dist.all_reduce(number, group=half if wrong("group") and number is total else None)  # LOSS
-dist.destroy_process_group()
-"""
-
-STEP = """
-opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range({steps}):
-    for micro in range({micro} - wrong("unequal")):
-        model(torch.randn(4, {width})).square().mean().backward()  # MICRO
-    opt.step()  # STEP
-    opt.zero_grad()
-"""
+STEP = table(__file__, "STEP")
 
 DDP = "from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(net())"
 
@@ -101,53 +61,9 @@ MODELS = {
 }  # fmt: skip
 """Kind -> ranks, its layout, and its model."""
 
-PIPELINE = """
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B
-torch.manual_seed(rank)
-chunks = [net() for _ in range({chunks})]
-model = nn.ModuleList(chunks)
-cpu, total = torch.device("cpu"), world * {chunks}
-stages = [PipelineStage(chunk, rank + world * k, total, cpu) for k, chunk in enumerate(chunks)]
-opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loss = lambda y, t: (y - t).square().mean()
-def pipeline(micro):
-    return {schedule}(stages if {chunks} > 1 else stages[0], micro, loss_fn=loss)
-schedule = pipeline({micro})
-for step in range({steps}):
-    x = torch.randn({micro}, {width})
-    kept = x if rank == 0 else None
-    if rank == world - 1:
-        schedule.step(*([kept] if rank == 0 else []), target=torch.zeros_like(x))  # MICRO
-    else:
-        schedule.step(*([kept] if rank == 0 else []))  # MICRO
-    opt.step()  # STEP
-    opt.zero_grad()
-"""
+PIPELINE = table(__file__, "PIPELINE")
 
-BY_HAND = """
-model = net()
-opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range({steps}):
-    kept = []
-    for micro in range({micro} - wrong("unequal")):
-        x = torch.randn(4, {width})
-        if rank > 0:
-            dist.recv(x, rank - 1)  # MICRO
-            x.requires_grad_()
-        y = model(x)
-        if rank < world - 1:
-            dist.send(y.detach(), rank + 1)  # MICRO
-        kept.append((x, y))
-    for x, y in kept:
-        grad = torch.ones_like(y)
-        if rank < world - 1:
-            dist.recv(grad, rank + 1)  # MICRO
-        y.backward(grad)
-        if rank > 0:
-            dist.send(x.grad, rank - 1)  # MICRO
-    opt.step()  # STEP
-    opt.zero_grad()
-"""
+BY_HAND = table(__file__, "BY_HAND")
 
 WHOLE: dict[str, tuple[int, str, str]] = {}
 """Kind -> ranks, its layout, and its program up to the last step: of libraries that tests do not need."""

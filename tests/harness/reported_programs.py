@@ -8,21 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.audited_programs import Program, lines_of
+from harness.cases import table
 
-HEAD = """
-import torch, torch.nn as nn, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-def net():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
-def train(model, opt, steps):
-    for _ in range(steps):
-        model(torch.randn(4, 16)).square().mean().backward()  # STEP
-        opt.step()
-        opt.zero_grad()
-"""
+HEAD = table(__file__, "HEAD")
 DDP = """
 model = DistributedDataParallel(net())
 opt = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -4,18 +4,12 @@ import json
 
 import pytest
 
-from harness.cases import table
+from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.interop import read
 
 COMMON = table(__file__, "COMMON")
-FSDP2 = {
-    "fsdp_version": 2,
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_reshard_after_forward": True,
-    "fsdp_offload_params": False,
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-}
+FSDP2 = table(__file__, "FSDP2")
 
 
 @pytest.fixture
@@ -41,50 +35,7 @@ def test_fsdp_2(reading):
     assert any("fsdp_config.fsdp_state_dict_type" in fact for fact in found.facts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "layout"),
-    [
-        ({"fsdp_config": {**FSDP2, "fsdp_reshard_after_forward": False}}, "dp=16,zero=2,grads=fp32"),
-        ({"fsdp_config": {**FSDP2, "fsdp_activation_checkpointing": True}}, "dp=16,zero=3,recompute=full,grads=fp32"),
-        (
-            {"fsdp_config": {**FSDP2, "fsdp_offload_params": True}},
-            "dp=16,zero=3,offload=cpu,offload_params=cpu,grads=fp32",
-        ),
-        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, "dp=16,zero=3,grads=fp32"),
-        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, "dp=16,zero=2,grads=fp32"),
-        ({"fsdp_config": {"fsdp_sharding_strategy": 4}}, "dp=16,zero=3,shard=8,grads=fp32"),
-        ({"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}, "dp=16,grads=fp32"),
-        ({"mixed_precision": "no"}, "dp=16,zero=3,precision=fp32"),
-        (sizes(dp_replicate=2, dp_shard=4, tp=2, cp=1), "dp=8,tp=2,zero=3,shard=4,grads=fp32"),
-        (sizes(dp_shard=8, cp=2), "dp=8,cp=2,zero=3,cpkind=allgather,grads=fp32"),
-        (sizes(dp_shard=4, sp=4), "dp=4,cp=4,zero=3,cpkind=ulysses,grads=fp32"),
-        ({"distributed_type": "MULTI_GPU", "fsdp_config": None}, "dp=16,grads=fp32"),
-        (
-            {"distributed_type": "NO", "num_processes": 1, "fsdp_config": None, "mixed_precision": "no"},
-            "precision=fp32",
-        ),
-        (
-            {
-                "distributed_type": "DEEPSPEED",
-                "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "nvme"},
-            },
-            "dp=16,zero=3,offload=nvme",
-        ),
-        (
-            {
-                "distributed_type": "MEGATRON_LM",
-                "megatron_lm_config": {
-                    "megatron_lm_tp_degree": 4,
-                    "megatron_lm_pp_degree": 2,
-                    "megatron_lm_sequence_parallelism": True,
-                    "megatron_lm_use_distributed_optimizer": True,
-                    "megatron_lm_recompute_activations": True,
-                },
-            },
-            "dp=2,tp=4,pp=2,zero=1,sp,recompute=selective,grads=fp32",
-        ),
-    ],
-)
+@from_table
 def test_layouts(reading, changes, layout):
     assert str(reading(changes).layout) == layout
 
@@ -122,25 +73,7 @@ def test_a_deepspeed_file_beside_it_is_read(reading, tmp_path):
     assert any("zero_optimization.sub_group_size" in fact for fact in found.facts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (
-            sizes(dp_shard=4, tp=2),
-            "multiply to 8, but num_processes is 16; parallelism_config_dp_shard_size=8 would use",
-        ),
-        (sizes(dp_shard=4, cp=2, sp=2), "both cp_size and sp_size"),
-        ({"distributed_type": "FSPD"}, "did you mean FSDP"),
-        ({"num_processes": 0}, "num_processes is missing"),
-        (
-            {"fsdp_config": {**FSDP2, "fsdp_reshard_after_forward": "FULL_SHARD"}},
-            "must be true or false with fsdp_version 2",
-        ),
-        ({"fsdp_config": "x"}, "fsdp_config must be a table"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, "cannot read"),
-        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 3}}, "cannot be divided"),
-    ],
-)
+@from_table
 def test_contradictions_are_one_line(reading, changes, line):
     with pytest.raises(UserError, match=line):
         reading(changes)

@@ -72,17 +72,7 @@ def test_the_training_beside_rollouts(more):
     assert any("beside rollouts" in one for one in found.unsettled)
 
 
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("a.sh", "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file tp8.toml\n"),
-        ("a.sh", "N=${N:-\"8\"}\ntorchrun --nproc_per_node=${N} -m torchtitan.train --job.config_file tp8.toml $@\n"),
-        ("a.sh", "NGPU=8 CONFIG_FILE=\"./tp8.toml\" ./run_train.sh\n"),
-        ("a.sh", "export CONFIG_FILE=${CONFIG_FILE:-tp8.toml}\ntorchrun --nproc-per-node 8 torchtitan/train.py "
-                 "--job.config_file=${CONFIG_FILE}\n"),
-        ("a.toml", TP8),
-    ],
-)  # fmt: skip
+@from_table
 def test_torchtitan_follows_its_file(reading, name, script):
     found = reading(name, script, 8 if name == "a.toml" else None, {"tp8.toml": TP8})
     assert (found.engine, str(found.layout)) == ("torchtitan", "tp=8,sp,recompute=full")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from harness.cases import table
 from harness.hosts import namespaces
 from harness.processes import alive
 from shardwise.lab.link import LabLink
@@ -19,18 +20,7 @@ one, _ = socket.create_server(("", 5000)).accept()
 while word := one.recv(1 << 16):
     one.sendall(word[:1])
 """
-CLIENT = """
-import socket, sys, time
-for _ in range(500):
-    try:
-        one = socket.create_connection(("10.77.0.1", 5000), timeout=30)
-        break
-    except OSError:
-        time.sleep(0.02)
-one.sendall(b"x")
-one.recv(1)
-started = time.monotonic()
-"""
+CLIENT = table(__file__, "CLIENT")
 PING = CLIENT + "one.sendall(b'x'); one.recv(1); print(time.monotonic() - started)"
 SEND = (
     CLIENT

@@ -3,12 +3,11 @@ import re
 from itertools import combinations
 from pathlib import Path
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import shardwise
-from harness.cases import table
+from harness.cases import from_table, table
 from harness.strategies import any_layouts
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import (
@@ -118,24 +117,7 @@ def test_replicas_of_a_key_value_head_are_neighbours() -> None:
     assert [mesh.group(KV, rank) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "axes", "name"),
-    [
-        ("dp=4", DATA, "dp"),
-        ("dp=4,zero=1", SHARD, "dp"),
-        ("dp=4,zero=1", REPLICATE, ""),
-        ("dp=4", REPLICATE, "dp"),
-        ("dp=4,zero=1,shard=2", SHARD, "shard"),
-        ("dp=4,zero=1,shard=2", REPLICATE, "replicate"),
-        ("dp=2,cp=2,zero=3", SHARD, "dp_cp"),
-        ("cp=2,zero=3", SHARD, "cp"),
-        ("dp=2,tp=2,zero=3", SHARD + TP, "dp_tp"),
-        ("dp=4,tp=2,zero=3,shard=2", SHARD + TP, "shard_tp"),
-        ("tp=2", SHARD + TP, "tp"),
-        ("dp=2,tp=2", SHARD + TP, "tp"),
-        ("dp=4,ep=2,etp=1", EDP + EP, "edp_ep"),
-    ],
-)
+@from_table
 def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
     assert Mesh(Layout.parse(layout)).name(axes) == name
 

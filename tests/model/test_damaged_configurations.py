@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import from_table
 from harness.today import EVERYTHING, seed
 from shardwise.cli.main import main
 from shardwise.errors import UserError
@@ -77,26 +78,7 @@ def test_a_damaged_configuration_is_a_model_or_one_line(part):
             raise AssertionError(f"{row['name']}: {config}") from error
 
 
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"model_type": {}}, "model_type is missing"),
-        ({"model_type": "llama", "num_hidden_layers": 10**12}, "num_hidden_layers must be at most 10,000"),
-        ({"model_type": "qwen3_next", "hidden_size": 10**400}, "hidden_size must be at most"),
-        ({"model_type": "qwen3_moe", "num_hidden_layers": 1e9}, "num_hidden_layers must be at most 10,000"),
-        (QWEN | {"num_experts": 8, "num_experts_per_tok": 9}, "=9 is more than the 8 experts"),
-        (QWEN | {"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at least 1"),
-        (QWEN | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'y"),
-        (
-            {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 9, "attn_config": "x"},
-            "required field attn_config.kv_n_heads is missing",
-        ),
-        ({"model_type": "minicpm", "hidden_size": 64}, "config.json: required field num_hidden_layers is missing"),
-        ({"model_type": "qwen", "hidden_size": 64, "intermediate_size": "x"}, "config.json: intermediate_size must be"),
-        ({"model_type": "minimax_m1", "attn_type_list": [0, 9]}, "attn_type_list holds '9'; known are 0 to 1"),
-        ({"model_type": "clip"}, "not a language model"),
-    ],
-)
+@from_table
 def test_what_is_wrong_is_named(config, match, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["list", "models", str(tmp_path)]) == 2

@@ -112,12 +112,7 @@ def test_bloom_is_counted_as_the_catalog_has_it():
     assert count(read_fields(BLOOM, "bloom")) == count(resolve("bloom-176b"))
 
 
-LFM2 = {
-    "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0,
-    "block_multiple_of": 256, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_embedding": True,
-    "max_position_embeddings": 128000,
-}  # fmt: skip
+LFM2 = table(__file__, "LFM2")
 
 
 def test_layers_of_which_a_list_has_the_numbers_have_attention_and_a_cache():
@@ -326,15 +321,7 @@ def test_a_counted_model_survives_json_and_a_cut():
     assert count(two) == count(read_fields({**QWEN3_8B, "num_hidden_layers": 2}, "two"))
 
 
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"model_type": "no such thing"}, "no such thing.* is not"),
-        ({}, "model_type"),
-        ({**QWEN3_8B, "hidden_size": "wide"}, "hidden_size"),
-        ({**QWEN3_8B, "hidden_size": -4}, "hidden_size"),
-    ],
-)
+@from_table
 def test_damaged_configurations_are_refused_in_one_line(config, match):
     with pytest.raises(UserError, match=match) as error:
         read_fields(config, "damaged")

@@ -59,17 +59,7 @@ def test_candidates_are_legal_layouts(name, text, seq, batch, data):
     assert workload.micro_batches(layout) == frame.counts[r]
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "seq", "batch", "software"),
-    [
-        (get("tiny-llama"), "8xH100", 512, 8, "shardwise"),
-        (get("tiny-llama"), "2x4xH100", 512, 8, "shardwise"),
-        (get("gpt2"), "6xH100", 384, 12, "megatron-lm-2022"),
-        (get("gpt2"), "6xH100", 384, 6, "megatron-deepspeed-bf16"),
-        (get("tiny-llama"), "8xH100", 512, 8, "llm-foundry"),
-        (SPARSE, "12xH100", 384, 6, "megatron-bridge"),
-    ],
-)
+@from_table
 def test_nothing_is_there_twice_and_nothing_is_missing(model, cluster, seq, batch, software):
     """Against all values of all keys, without what `check` rejects or the engine's software lacks."""
     found = Space(model, Cluster.parse(cluster), Workload(seq, batch), engine(software))

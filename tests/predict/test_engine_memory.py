@@ -47,14 +47,7 @@ def peaks(name, layout, workload, engine, **settings):
     return [role.bytes.total for role in report.roles]
 
 
-@pytest.mark.parametrize(
-    ("layout", "batch", "engine"),
-    [
-        (NVIDIA, 1536, "megatron-bridge"),
-        (META, 2048, "megatron-core"),
-        (META.replace("zero=2", "zero=1"), 2048, "megatron-bridge"),
-    ],
-)
+@from_table
 def test_layouts_of_published_405b_runs_fit_as_they_did(layout, batch, engine):
     usable = usable_bytes(Cluster.parse("8x8xH100"))
     assert max(peaks("llama-3-405b", layout, Workload(8192, batch), engine)) <= usable

@@ -22,11 +22,10 @@ from shardwise.model.flops import attention_flops_per_token, training_flops_per_
 from shardwise.model.operations import AttentionCore
 from shardwise.predict.arguments import as_model
 from shardwise.predict.context_balance import context_balance
-from shardwise.predict.time import Pricing, ServingLayout, StepShape, decode_step, engine, prefill, training_step
+from shardwise.predict.time import Pricing, ServedModel, ServingLayout, StepShape, engine, training_step
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.experts import RoutedLayer, exchange_seconds, experts_hit, grouped_seconds, places_of
 from shardwise.predict.time.generation import DecodeStrategy
-from shardwise.predict.time.serving import decode_products
 
 MIXTRAL, DEEPSEEK = get("mixtral-8x7b"), get("deepseek-v3")
 TOKENS, ROWS = engine("megatron-bridge"), engine("megatron-bridge-alltoall")
@@ -183,7 +182,7 @@ TensorRT-LLM 1.3.0rc20: aiconfigurator-core 0.12.0, whose rows of these models n
 @pytest.mark.parametrize(("name", "weights", "tp", "tokens", "low", "high"), MEASURED)
 def test_a_layer_is_within_a_third_of_its_measured_band(name, weights, tp, tokens, low, high):
     model = get(name)
-    _, seconds = decode_products(model, ServingLayout(weights, tp=tp), float(tokens), TRT, H100)
+    _, seconds = ServedModel(model, ServingLayout(weights, tp=tp), TRT, H100).decode_products(float(tokens))
     share = 1 - model.experts.dense_layers / model.layers if model.experts.dense_layers else 1.0
     assert 0.65 * low <= 1e3 * float(seconds) / share <= 1.45 * high  # with the router, shared experts and dense layers
 
@@ -222,14 +221,14 @@ def test_more_rows_take_longer_and_arrays_are_numbers(weights, software):
 def test_prompts_are_read_in_one_launch_too():
     """A launch for each of 128 experts took 128 times a product's latency in each of 48 layers."""
     model = get(QWEN)
-    seconds = float(prefill(model, ServingLayout("fp8"), 1.0, 200.0, TRT, H100).seconds)
+    seconds = float(ServedModel(model, ServingLayout("fp8"), TRT, H100).prefill(1.0, 200.0).seconds)
     assert seconds < 48 * 128 * 2 * 2.4e-6
 
 
 def test_ranks_with_sequences_of_their_own_pay_for_the_way_to_the_experts():
     """Attention-dp: tp=1 and whole experts on eight ranks; each rank's tokens go to all and back."""
-    apart = decode_step(get(QWEN), ServingLayout("fp8", tp=1, ep=8, etp=1), 16.0, 1000.0, TRT, H100)
-    alone = decode_step(get(QWEN), ServingLayout("fp8"), 16.0, 1000.0, TRT, H100)
+    apart = ServedModel(get(QWEN), ServingLayout("fp8", tp=1, ep=8, etp=1), TRT, H100).decode_step(16.0, 1000.0)
+    alone = ServedModel(get(QWEN), ServingLayout("fp8"), TRT, H100).decode_step(16.0, 1000.0)
     assert "experts" in apart.parts and "experts" not in alone.parts
     assert float(apart.parts["experts"]) > 0 and float(apart.parts["tensor"]) == 0
 

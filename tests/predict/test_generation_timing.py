@@ -14,7 +14,7 @@ from shardwise.layout.serving import plan_of
 from shardwise.model.catalog import get
 from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
 from shardwise.predict import estimate
-from shardwise.predict.time import decode_step, engine, prefill
+from shardwise.predict.time import engine
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.network import Collectives
 
@@ -29,9 +29,9 @@ def strategy(text: str, model=SMALL, cluster: Cluster = NODE) -> DecodeStrategy:
 
 def test_without_gathers_and_stages_it_is_a_decode_step():
     one = strategy("tp=4")
-    step = decode_step(SMALL, one.serving, 4, 500.0, TRT, pricing_for(NODE))
+    step = one.served.decode_step(4, 500.0)
     assert one.token(4, 500.0).seconds == pytest.approx(float(step.seconds))
-    whole = prefill(SMALL, one.serving, 1, 1024, TRT, pricing_for(NODE))
+    whole = one.served.prefill(1, 1024)
     assert one.prompt(1024, 4096).seconds == pytest.approx(float(whole.seconds))
 
 

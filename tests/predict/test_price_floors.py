@@ -34,9 +34,9 @@ from shardwise.model.parameters import blueprint
 from shardwise.planner.plan import plan
 from shardwise.predict.estimate import estimate
 from shardwise.predict.supported import in_closed_form
-from shardwise.predict.time import ENGINES, Pricing, StepShape, engine
+from shardwise.predict.time import ENGINES, Pricing, ServedModel, StepShape, engine
 from shardwise.predict.time.kernels import Kernels
-from shardwise.predict.time.serving import ServingLayout, decode_step, prefill
+from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import LINKS, training_step
 from shardwise.predict.time.traffic import traffic
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role
@@ -258,10 +258,10 @@ def check_serving(seed: int) -> None:
     serving = ServingLayout(weights=pick(("bfloat16", "int8")), tp=pick((1, 2, 4, 8)))
     batch, context = pick((1, 8, 64, 256)), pick((128, 2048, 16384))
     pricing = Pricing(cluster)
-    step = float(decode_step(model, serving, batch, context, software, pricing).seconds)
+    step = float(ServedModel(model, serving, software, pricing).decode_step(batch, context).seconds)
     read = (1.0 if serving.weights == "int8" else 2.0) * matmul_parameters(model) / serving.tp
     assert step >= read / cluster.device.memory_bandwidth, seed
-    prompt = float(prefill(model, serving, batch, context, software, pricing).seconds)
+    prompt = float(ServedModel(model, serving, software, pricing).prefill(batch, context).seconds)
     # The head's product is of one token a prompt.
     flops = 2.0 * batch * context * (matmul_parameters(model) - model.vocab * model.hidden) / serving.tp
     assert prompt >= flops / max(cluster.device.peak_flops.values()), seed

@@ -8,13 +8,14 @@ import pytest
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model.catalog import get
-from shardwise.predict.time import Pricing, ServingLayout, decode_step, engine, prefill, throughput
-from shardwise.predict.time.serving import cache_bytes_per_token, capacity, captured, requested, weight_bytes
+from shardwise.predict.time import Pricing, ServedModel, ServingLayout, engine
+from shardwise.predict.time.serving import cache_bytes_per_token, captured, weight_bytes
 
 LLAMA, BIG = get("llama-3.1-8b"), get("llama-3.1-70b")
 FP8 = ServingLayout("float8_e4m3fn", "float8_e4m3fn")
 H100 = Pricing(Cluster.parse("1xH100"))
 TRT, FAST = engine("tensorrt-llm"), engine("gpt-fast")
+SERVED = ServedModel(LLAMA, FP8, TRT, H100)
 
 
 def test_cache_and_weights_in_bytes():
@@ -26,7 +27,7 @@ def test_cache_and_weights_in_bytes():
 
 def test_one_sequence_reads_every_weight_once():
     a100 = Pricing(Cluster.parse("1xA100"))
-    step = decode_step(LLAMA, ServingLayout(), 1.0, 100.0, FAST, a100)
+    step = ServedModel(LLAMA, ServingLayout(), FAST, a100).decode_step(1.0, 100.0)
     least = 2 * (8_030_261_248 - LLAMA.vocab * LLAMA.hidden) / a100.constants.bandwidth
     assert least < float(step.seconds) < 2 * least
     assert sum(step.parts.values()) == pytest.approx(float(step.seconds))
@@ -34,8 +35,8 @@ def test_one_sequence_reads_every_weight_once():
 
 def test_more_sequences_cost_less_each_and_arrays_are_numbers():
     batch = np.array([1.0, 8.0, 64.0, 256.0])
-    together = decode_step(LLAMA, FP8, batch, 1000.0, TRT, H100).seconds
-    one_by_one = [float(decode_step(LLAMA, FP8, b, 1000.0, TRT, H100).seconds) for b in batch]
+    together = SERVED.decode_step(batch, 1000.0).seconds
+    one_by_one = [float(SERVED.decode_step(b, 1000.0).seconds) for b in batch]
     assert together == pytest.approx(one_by_one, rel=1e-9)
     assert (np.diff(together / batch) < 0).all()
 
@@ -43,36 +44,37 @@ def test_more_sequences_cost_less_each_and_arrays_are_numbers():
 def test_narrower_weights_decode_faster():
     a100 = Pricing(Cluster.parse("1xA100"))
     times = [
-        float(decode_step(LLAMA, ServingLayout(dtype), 1.0, 100.0, FAST, a100).seconds)
+        float(ServedModel(LLAMA, ServingLayout(dtype), FAST, a100).decode_step(1.0, 100.0).seconds)
         for dtype in ("bfloat16", "int8", "int4")
     ]
     assert times[0] > times[1] > times[2]
 
 
 def test_prefill_grows_with_the_prompt():
-    short, long = (float(prefill(LLAMA, FP8, 1.0, p, TRT, H100).seconds) for p in (1024.0, 8192.0))
+    short, long = (float(SERVED.prefill(1.0, p).seconds) for p in (1024.0, 8192.0))
     assert 5 < long / short < 12
 
 
 def test_capacity_and_what_does_not_fit():
-    assert capacity(LLAMA, FP8, 22000, TRT, H100) < capacity(LLAMA, FP8, 2000, TRT, H100) <= TRT.most_sequences
+    assert SERVED.capacity(22000) < SERVED.capacity(2000) <= TRT.most_sequences
     with pytest.raises(UserError, match="does not fit"):
-        capacity(BIG, ServingLayout(), 4096, TRT, H100)
+        ServedModel(BIG, ServingLayout(), TRT, H100).capacity(4096)
 
 
 def test_waves():
     # Twice the requests take twice as long once they fill several waves.
     known = replace(TRT, most_sequences=64)
-    once, twice = (float(throughput(LLAMA, FP8, 128, 128, 64 * n, known, H100).seconds) for n in (1, 2))
+    once, twice = (float(ServedModel(LLAMA, FP8, known, H100).throughput(128, 128, 64 * n).seconds) for n in (1, 2))
     assert twice == pytest.approx(2 * once)
-    partly = float(throughput(LLAMA, FP8, 128, 128, 65, known, H100).seconds)
+    partly = float(ServedModel(LLAMA, FP8, known, H100).throughput(128, 128, 65).seconds)
     assert once < partly < twice
 
 
 def test_tensor_parallelism_pays_for_its_sums():
     node = Pricing(Cluster.parse("8xA100"))
     one, eight = (
-        float(decode_step(BIG, ServingLayout("int8", tp=tp), 1.0, 100.0, FAST, node).seconds) for tp in (1, 8)
+        float(ServedModel(BIG, ServingLayout("int8", tp=tp), FAST, node).decode_step(1.0, 100.0).seconds)
+        for tp in (1, 8)
     )
     assert one / 8 < eight < one / 3
 
@@ -82,15 +84,15 @@ def test_a_batch_is_padded_to_its_graph():
     batch = np.array([65.0, 512.0, 600.0])
     assert captured(batch, padded).tolist() == [512.0, 512.0, 600.0]
     assert captured(batch, TRT).tolist() == batch.tolist()
-    with_more, exact = (decode_step(LLAMA, FP8, 65.0, 1000.0, known, H100).parts for known in (padded, TRT))
-    full = decode_step(LLAMA, FP8, 512.0, 1000.0, TRT, H100).parts
+    with_more, exact = (ServedModel(LLAMA, FP8, known, H100).decode_step(65.0, 1000.0).parts for known in (padded, TRT))
+    full = SERVED.decode_step(512.0, 1000.0).parts
     assert float(with_more["weights"]) == float(full["weights"]) > float(exact["weights"])
     assert float(with_more["attention"]) == float(exact["attention"])  # padding has no cache
 
 
 def test_hosts_of_a_pipeline_go_through_all_requests_where_the_engine_does():
     def host(pp, batch, known):
-        return float(decode_step(LLAMA, replace(FP8, pp=pp), batch, 1000.0, known, H100).parts["host"])
+        return float(ServedModel(LLAMA, replace(FP8, pp=pp), known, H100).decode_step(batch, 1000.0).parts["host"])
 
     once = replace(TRT, stages_see_all=False)
     for pp in (1, 2, 8):
@@ -100,10 +102,10 @@ def test_hosts_of_a_pipeline_go_through_all_requests_where_the_engine_does():
 
 def test_requests_of_a_saturated_front_end_have_the_rate_of_its_tokens():
     free = replace(TRT, stream_s=0.0)
-    few, many = (requested(LLAMA, FP8, 200, 200, clients, TRT, H100) for clients in (10, 400))
-    assert few.answer.seconds == pytest.approx(requested(LLAMA, FP8, 200, 200, 10, free, H100).answer.seconds)
+    few, many = (SERVED.requested(200, 200, clients) for clients in (10, 400))
+    assert few.answer.seconds == pytest.approx(replace(SERVED, engine=free).requested(200, 200, 10).answer.seconds)
     assert many.answer.seconds == pytest.approx(400 * 200 * TRT.stream_s)
     for one in (*few, *many):
         assert sum(one.parts.values()) == pytest.approx(one.seconds)
-    alone = requested(LLAMA, FP8, 200, 200, 1, TRT, H100)
+    alone = SERVED.requested(200, 200, 1)
     assert alone.first.parts["host"] == pytest.approx(H100.constants.value("iteration_s"))

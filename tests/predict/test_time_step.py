@@ -22,9 +22,9 @@ from shardwise.predict.step_seconds import StepTiming, step_seconds
 from shardwise.predict.time import (
     ENGINES,
     Pricing,
+    ServedModel,
     ServingLayout,
     StepShape,
-    decode_step,
     engine,
     profiles,
     time_range,
@@ -398,7 +398,7 @@ def test_a_published_decode_over_pcie():
     # mlc-ai's multi-GPU benchmark: Llama-2-70B in fp16, tp=4 on A100 PCIe, batch 1: 26.6 tokens/s.
     pricing, model = Pricing(Cluster.parse("4xA100-80GB-PCIe")), get("llama-2-70b")
     for software in ("gpt-fast", "tensorrt-llm"):
-        step = decode_step(model, ServingLayout(tp=4), 1.0, 400, engine(software), pricing)
+        step = ServedModel(model, ServingLayout(tp=4), engine(software), pricing).decode_step(1.0, 400)
         assert 1 / float(step.seconds) == pytest.approx(26.6, rel=0.2)
 
 

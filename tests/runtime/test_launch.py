@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from harness.cases import from_table
+from harness.cases import from_table, table
 from harness.processes import launch
 from shardwise.errors import UserError
 from shardwise.report.run_directory import LOCK, occupied
@@ -26,23 +26,7 @@ from shardwise.runtime.job.output import tolerant_output
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCES = str(Path(shardwise.__file__).parents[1])
 
-PRELUDE = """
-import json, os, signal, sys, time
-from pathlib import Path
-from shardwise.runtime.job.launch import Failure, die_with_parent
-die_with_parent()
-rank, here = int(os.environ["RANK"]), Path(os.environ["TEST_FOLDER"])
-def started(number):  # whole or not at all: others read it as soon as it is there
-    (here / f"starting-{number}").write_text(str(os.getpid()))
-    (here / f"starting-{number}").rename(here / f"pid-{number}")
-started(rank)
-def fail(kind, message, step=None, code=1):
-    Failure(kind, rank, step, message).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))
-    sys.exit(code)
-def all_started():
-    while len(list(here.glob("pid-*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
-"""
+PRELUDE = table(__file__, "PRELUDE")
 
 
 def command(body: str) -> list[str]:
@@ -187,15 +171,7 @@ def test_a_free_port_is_handed_to_the_ranks(tmp_path):
     assert (tmp_path / "env").read_text() == f"env:// 127.0.0.1 {port}"
 
 
-LAUNCHER = """
-import signal, sys
-from shardwise.runtime.job.launch import supervise
-from shardwise.runtime.job.output import say
-signal.signal(signal.SIGINT, signal.default_int_handler)
-ending = supervise([sys.executable, "-c", sys.argv[1]], 3, patience=1.0)
-say(ending.line)
-sys.exit(ending.code)
-"""
+LAUNCHER = table(__file__, "LAUNCHER")
 
 
 def start_launcher(folder: Path, body: str) -> subprocess.Popen[str]:
@@ -298,14 +274,7 @@ def test_a_mistake_that_shows_while_it_ends_is_the_user_s(tmp_path):
     assert (launcher.returncode, errors.splitlines()[-1]) == (2, "the folder has gone")
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from shardwise.runtime.job.locks import run_lock
-with run_lock(Path(sys.argv[1])):
-    print(flush=True)
-    time.sleep(600)
-"""
+HOLDER = table(__file__, "HOLDER")
 
 
 def test_a_lock_is_free_when_its_holder_was_killed(tmp_path):

@@ -142,17 +142,7 @@ def test_a_layout_that_cannot_be_cut_is_one_line(layout: str, message: str) -> N
         check_module_layout(Layout.parse(layout))
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("no example", "cp needs example="),
-        ("shifted", "the loss depends on the order of its tokens"),
-        ("labels", "compute the loss outside of the module"),
-        ("mean", "return \\(summed loss, number of tokens"),
-        ("longer", "says nothing of longer ones"),
-        ("odd", "7 tokens would be 8 with padding"),
-    ],
-)
+@from_table
 def test_a_loss_or_batch_that_cannot_be_cut_is_one_line(kind: str, message: str) -> None:
     for said in run_ranks("harness.module_jobs:refused_cut", 2, kind):
         assert re.search(message, said) and "\n" not in said, said

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.cases import from_table
 from harness.module_jobs import (
     EVERY,
     OwnTraining,
@@ -97,18 +98,7 @@ def test_replicas_save_after_an_outer_step_and_any_layout_continues(tmp_path):
 # -- bad input: one line says what is wrong, and what to do
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ("dp=2,sync=ps", "has parameter servers, .* choose sync=local"),
-        ("dp=2,sync=async", "has parameter servers"),
-        ("recompute=input", "choose recompute=full"),
-        ("recompute=selective,compile=block", "choose recompute=full, or leave compile out"),
-        ("dp=2,sync=local,every=2,offload=nvme", "choose offload=cpu"),
-        ("pp=2,schedule=zb-h1,compile=block", "choose another schedule or compile=off"),
-        ("compile=block,offload_activations=cpu", "choose compile=off"),
-    ],
-)
+@from_table
 def test_what_a_module_cannot_have_is_one_line(layout, message):
     with pytest.raises(UserError, match=message) as caught:
         check_module_layout(Layout.parse(layout))

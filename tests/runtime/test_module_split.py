@@ -140,18 +140,7 @@ class Twice(nn.Module):
         return self.blocks[0](self.blocks[1](self.blocks[0](x)))
 
 
-@pytest.mark.parametrize(
-    ("module", "layout", "options", "message"),
-    [
-        (Overlapping, "dp=1", {}, r"a and b are different parameters in one memory"),
-        (nn.Identity, "dp=1", {}, r"has no parameters"),
-        (lambda: 3, "dp=1", {}, r"not int"),
-        (SkipMLP(device="meta"), "dp=1", {}, r"scale is on the meta device, and SkipMLP has no .* give a function"),
-        (OWN["skips"], "dp=2", {}, r"needs 2 ranks, but there are 1: .*torchrun --nproc-per-node 2"),
-        (OWN["skips"], "recompute=input", {}, r"choose recompute=full"),
-        (OWN["skips"], "dp=1", {"blocks": ["Skip"]}, r"nothing is named 'Skip'; did you mean SkipMLP|SkipBlock"),
-    ],
-)
+@from_table
 def test_bad_input_is_one_line(module, layout, options, message):
     with pytest.raises(UserError, match=message) as caught:
         split(module, layout, **options)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import forked
-from harness.cases import from_table
+from harness.cases import from_table, table
 from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -301,27 +301,7 @@ def test_a_job_is_no_place_for_fake_ranks():
         dist.destroy_process_group()
 
 
-NET = """
-import torch
-from torch import nn
-
-
-def build():
-    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-
-
-def example():
-    return torch.zeros(4, 8)
-
-
-def loss(model, x):
-    return model(x).square().sum(), x.shape[0]
-
-
-def reading(model, x):
-    total = model(x).sum()
-    return total * total.item()
-"""
+NET = table(__file__, "NET")
 
 
 def shardwise(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -449,15 +429,7 @@ def plain(build=OWN["plain"], parts=None, **options) -> Blueprint:
     return trace(build, own_batch("plain", 4, 0), loss=summed_loss, parts=parts, tp=[1], **options)
 
 
-@pytest.mark.parametrize(
-    ("build", "parts", "message"),
-    [
-        (OWN["plain"], None, r"PlainMLP publishes no order of its parts: trace it with parts"),
-        (HeadLeftOut, None, "parts: head.weight is in none of them"),
-        (Pairs, None, "blocks.0 returns a tuple; under a pipeline each block returns one tensor"),
-        (Frozen, ["inner.enter", "inner.blocks.*", "inner.head"], "some of its parameters are frozen: leave pp out"),
-    ],
-)
+@from_table
 def test_without_an_order_of_parts_there_are_no_pipelines(build, parts, message):
     model = plain(build, parts)
     estimate(model, "dp=2", Workload(seq=1, batch=8))

@@ -172,28 +172,7 @@ def test_heads_that_tp_does_not_divide_are_named():
 # -- from outside: processes of its own
 
 
-MODULE = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 32)
-        self.down = nn.Linear(32, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def build():
-    return Net()
-
-
-def example():
-    return torch.linspace(-1, 1, 32).view(4, 8)
-"""
+MODULE = table(__file__, "MODULE")
 
 
 def test_the_command_says_what_is_right_and_what_is_wrong(tmp_path):

@@ -72,20 +72,7 @@ def test_a_job_runs_inside_a_group_of_all_ranks(launched):
     assert not (launched.parent / "error.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "kind", "message"),
-    [
-        (UserError("too few ranks; give more"), 2, "user", "too few ranks; give more"),
-        (
-            RuntimeError("[/x/pair.cc:5] Connection closed by peer"),
-            1,
-            "peer",
-            "RuntimeError: Connection closed by peer",
-        ),
-        (ValueError("first\nsecond"), 1, "error", "ValueError: first"),
-        (MemoryError(), 1, "error", "MemoryError"),
-    ],
-)
+@from_table
 def test_what_is_raised_is_left_for_the_launcher(launched, error, code, kind, message):
     def run(number: int, job: Job) -> None:
         raise error
@@ -141,21 +128,7 @@ leave({code}, at_once={at_once})
 
 SOURCES = str(Path(shardwise.__file__).parents[1])
 
-WORKER = """
-import os, sys, time, types
-from shardwise.errors import UserError
-rank = int(os.environ["RANK"])
-def train(config):
-{body}
-stand_in = types.ModuleType("shardwise.runtime.job.trainer")
-stand_in.train = train
-sys.modules["shardwise.runtime.job.trainer"] = stand_in
-stop = types.ModuleType("shardwise.runtime.job.stop")  # whose import of torch takes longer than all else here
-stop.Stopped = type("Stopped", (BaseException,), {{}})
-sys.modules["shardwise.runtime.job.stop"] = stop
-from shardwise.runtime.job.worker import leave, main
-leave(main(sys.argv[1:]))
-"""
+WORKER = table(__file__, "WORKER")
 
 
 def worker(body: str) -> list[str]:

@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import table
 from shardwise.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "your_own_model.md").read_text(encoding="utf-8")
-BATCH = """
-import os
-import torch
-
-torch.manual_seed(0)
-def batch(step):
-    generator = torch.Generator().manual_seed(2 * step + int(os.environ["RANK"]))
-    return torch.randint(256, (4, 16), generator=generator)
-"""
+BATCH = table(__file__, "BATCH")
 pytestmark = pytest.mark.usefixtures("leftovers")
 
 

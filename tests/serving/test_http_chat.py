@@ -6,24 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_double import write_tokenizer
 
+from harness.cases import table
 from shardwise.errors import UserError
 from shardwise.serving.http.chat import Chat
 from shardwise.serving.http.problems import Problem
 
-TEMPLATES = {
-    "chatml": (
-        "{%- if messages[0].role != 'system' %}\n    {{- '<|system|>default<|end|>\\n' }}\n{%- endif %}\n"
-        "{% for message in messages %}\n    {{- '<|' + message['role'] + '|>' + message['content'] | trim }}\n"
-        "    {{- '<|end|>\\n' }}\n{% endfor %}\n{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    ),
-    "named tokens": "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
-    "helpers": (
-        "{% set ns = namespace(seen=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
-        "{% set ns.seen = ns.seen + 1 %}{{ ns.seen }}{{ {'é<': m.content} | tojson }}"
-        "{% generation %}{{ m.role }}{% endgeneration %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}"
-        "{{ strftime_now('%Y') | length }}{% if tools is none %}no tools{% endif %}"
-    ),
-}
+TEMPLATES = table(__file__, "TEMPLATES")
 TALK = [
     {"role": "system", "content": " be brief "},
     {"role": "user", "content": "what is 2 < 3 & é?\n"},

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.serving.messages import NOTHING, Sampling
 from shardwise.serving.sampling import choose, uniform
 
@@ -18,18 +19,7 @@ def _drawn(sampling: Sampling, logits: torch.Tensor) -> dict[int, float]:
     return {int(token): count / DRAWS for token, count in Counter(tokens.int().tolist()).items()}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0.05, 0.4, 0.2, 0.25, 0.1]),
-        ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"top_k": 1}, [0, 1, 0, 0, 0]),
-        ({"top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"top_p": 0.3}, [0, 1, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"temperature": 0.5}, [p * p / 0.275 for p in (0.05, 0.4, 0.2, 0.25, 0.1)]),
-    ],
-)
+@from_table
 def test_frequencies(options: dict[str, float], expected: list[float]) -> None:
     sampling = Sampling(**{"temperature": 1.0, "seed": 11, **options})
     found = _drawn(sampling, PROBABILITIES.log() + 3)

@@ -7,6 +7,7 @@ import pytest
 from studio_visitor import Visitor
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
+from harness.cases import table
 from shardwise.studio.data import tokens
 
 GIVEN = {"model": "llama-3-8b", "cluster": "8xH100", "output": "32"}
@@ -64,17 +65,7 @@ def test_the_chapters_by_mouse_by_keys_and_by_scrolling(visitor: Visitor) -> Non
 
 RACE = """() => [".headline", "[data-figure=race] canvas", ".words", ".race button"].map((each) =>
     document.querySelector(each).getBoundingClientRect().bottom)"""
-PIXELS = """(names) => {
-    const canvas = document.querySelector("[data-figure=race] canvas"), scale = canvas.width / canvas.clientWidth;
-    const style = getComputedStyle(document.documentElement), top = Math.round(80 * scale);
-    const { data } = canvas.getContext("2d").getImageData(0, top, canvas.width, canvas.height - top);
-    return names.map((name) => {
-        const n = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
-        let found = 0;
-        for (let i = 0; i < data.length; i += 4) found += (data[i] << 16 | data[i + 1] << 8 | data[i + 2]) === n;
-        return found;
-    });
-}"""
+PIXELS = table(__file__, "PIXELS")
 
 
 @pytest.mark.parametrize(("wide", "theme"), [(1280, "light"), (1440, "dark")])
@@ -106,17 +97,7 @@ def test_the_race_goes_at_the_predicted_pace(visitor: Visitor) -> None:
         assert f"{done[i]} written" in race.locator(".counter").nth(i).inner_text()
 
 
-CLOCK = """() => {
-    const canvas = document.querySelector("[data-figure=clock] canvas"), context = canvas.getContext("2d");
-    const style = getComputedStyle(document.documentElement);
-    const n = parseInt(style.getPropertyValue("--raised").trim().slice(1), 16);
-    const ground = [n >> 16, n >> 8 & 255, n & 255].join(), wide = canvas.clientWidth;
-    return [0, 1, 2, 3].map((row) => {
-        const { data } = context.getImageData(100, 8 + 34 * row + 3, wide - 112, 1), found = [];
-        for (let i = 0; i < data.length; i += 4) found.push([...data.slice(i, i + 3)].join() !== ground);
-        return found;
-    });
-}"""
+CLOCK = table(__file__, "CLOCK")
 
 
 def test_one_layer_is_drawn_on_one_clock(visitor: Visitor) -> None:

@@ -583,15 +583,7 @@ MIXED = {name for name, model in catalog().items() if model.experts}
 SHORT = {name for name, model in catalog().items() if model.max_positions < 1040}
 
 
-@pytest.mark.parametrize(
-    ("view", "state", "others"),
-    [
-        ("tokens", {}, NOT_RUNNABLE | MIXED),
-        ("tokens", {"prompt": "1024", "output": "16"}, NOT_RUNNABLE | SHORT | MIXED),
-        ("memory", {}, NOT_RUNNABLE),
-        ("plan", {"seq": "1024", "cluster": "8xH100", "model": "tiny-llama", "batch": "8"}, {"tiny-gpt"}),
-    ],
-)  # fmt: skip
+@from_table
 def test_a_model_that_would_be_rejected_is_not_offered(view: str, state: dict[str, str], others: set[str]) -> None:
     assert "bloom-176b" in NOT_RUNNABLE and "tiny-llama" in SHORT
     found = answer(view, state)

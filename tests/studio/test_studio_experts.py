@@ -12,6 +12,7 @@ from studio_visitor import Visitor, plain_columns
 from test_studio_chapters import is_told
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
+from harness.cases import table
 from harness.today import some_of
 from shardwise.decoder import experts as decoder
 from shardwise.errors import UserError
@@ -213,18 +214,7 @@ def test_every_rank_of_a_drawing_says_its_rows(visitor: Visitor) -> None:
         assert f"sends {format_bytes(sends)}, receives {format_bytes(receives)}" in words
 
 
-WAITS = """() => {
-    const canvas = document.querySelector('[data-figure="loads"] canvas'), context = canvas.getContext("2d");
-    const color = getComputedStyle(document.documentElement).getPropertyValue("--k-forward").trim();
-    const n = parseInt(color.slice(1), 16), wanted = [n >> 16 & 255, n >> 8 & 255, n & 255].join();
-    const width = canvas.clientWidth, [left, right] = [66, 66 + (width - 66) * 0.56];
-    return [0, 1, 2, 3].map((rank) => {
-        const { data } = context.getImageData(left, 24 + 36 * rank + 5, right - left, 1);
-        let found = 0;
-        for (let i = 0; i < data.length; i += 4) found += [...data.slice(i, i + 3)].join() === wanted;
-        return found / (right - left);
-    });
-}"""
+WAITS = table(__file__, "WAITS")
 """Of each rank: the part of the busiest one's bar that its own rows fill."""
 
 

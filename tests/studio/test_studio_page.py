@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from studio_visitor import Visitor
 
+from harness.cases import table
 from harness.today import some_of
 from shardwise.errors import UserError
 from shardwise.studio.data.registry import VIEWS
@@ -26,20 +27,7 @@ def test_every_view_is_drawn_told_accessible_and_narrow(visitor: Visitor, view: 
         )
 
 
-OVERLAPPING = """() => {
-    const words = "label, input, select, button, summary, h1, h2, p, dt, dd, output, li, canvas";
-    const all = [...document.querySelectorAll("main")].flatMap((main) => [...main.querySelectorAll(words)])
-        .filter((e) => e.checkVisibility() && !e.closest(".scroll, .unseen, .marks"))
-        .map((e) => [e, e.getBoundingClientRect()]);
-    const found = [], passes = (a, b) => a.closest(".pinned") && b.closest(".tale");
-    all.forEach(([a, r], i) => all.slice(i + 1).forEach(([b, s]) => {
-        const wide = Math.min(r.right, s.right) - Math.max(r.left, s.left);
-        const high = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
-        const apart = a.contains(b) || b.contains(a) || passes(a, b) || passes(b, a);
-        if (wide > 2 && high > 2 && !apart) found.push([a.outerHTML, b.outerHTML]);
-    }));
-    return found.map((pair) => pair.map((html) => html.slice(0, 80)));
-}"""
+OVERLAPPING = table(__file__, "OVERLAPPING")
 """Pairs of what is written, drawn or pressed, of which one lies over the other, but for text that passes below a pinned
 drawing."""
 

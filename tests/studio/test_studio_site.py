@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from studio_visitor import Visitor
 
+from harness.cases import table
 from harness.documents import ROOT
 from harness.today import EVERYTHING, seed, some_of
 from screenshots import FIGURES, SHOWN
@@ -65,20 +66,7 @@ def test_every_view_opens_from_disk_and_is_small(reader: Visitor, site: Site) ->
     }
 
 
-CHANGE = """([name, value]) => {
-    // Clusters of other numbers of devices are on a slider.
-    const listed = [...document.querySelectorAll(`[data-control="${name}"] option`)].map((one) => one.value);
-    const slides = name === "cluster" && !listed.includes(value) && document.querySelector('[data-control="devices"]');
-    const node = slides || document.querySelector(`[data-control="${name}"]`);
-    const input = node.querySelector("select, input");
-    const now = () => new URLSearchParams(location.hash.split("?")[1]).get(name) === value;
-    const say = (what) => input.dispatchEvent(new Event(what, { bubbles: true }));
-    if (!input) node.querySelector(`[data-value="${value}"]`).click();
-    else if (input.type === "checkbox") input.click();
-    else if (input.type === "range") for (let i = 0; i <= input.max && !now(); i++) { input.value = i; say("input"); }
-    else { input.value = value; say("change"); }
-    return now();
-}"""
+CHANGE = table(__file__, "CHANGE")
 """Set a control to a value; whether the address then has it."""
 
 

@@ -229,26 +229,7 @@ def test_numbers_are_written_as_python_writes_them(visitor: Any) -> None:
     assert shown == python
 
 
-TICKS = """async () => {
-    const { axes, scale } = await import("studio/lib/axes");
-    const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 300 });
-    const context = canvas.getContext("2d"), found = [], theme = { grid: "#000", muted: "#000", line: "#000" };
-    const ranges = [[1, 2, true], [1, 65536, true], [1e-6, 3, true], [0, 7e11, false], [0, 0.003, false]];
-    const apart = (all, room) => all.every((a, i) => all.slice(i + 1).every((b) => room(a, b)));
-    const sizes = [60, 110, 170, 260, 390].flatMap((wide) => [20, 45, 90, 240].map((high) => [wide, high]));
-    for (const [wide, high] of sizes) for (const [low, top, log] of ranges) {
-        const placed = [], box = { left: 0, right: wide, top: 0, bottom: high };
-        context.fillText = (words, x, y) => placed.push([x, y, context.measureText(words).width, context.textAlign]);
-        const [x, y] = [scale(low, top, 0, wide, log), scale(low, top, high, 0, log)];
-        axes(context, theme, box, x, y, { xUnit: "seconds", yUnit: "bytes" });
-        const below = placed.filter((one) => one[3] === "center"), left = placed.filter((one) => one[3] === "right");
-        const where = [wide, high, low, top];
-        if (!below.length || !left.length) found.push(["none", ...where]);
-        if (!apart(below, (a, b) => Math.abs(a[0] - b[0]) >= (a[2] + b[2]) / 2 + 4)) found.push(["x", ...where]);
-        if (!apart(left, (a, b) => Math.abs(a[1] - b[1]) >= 12)) found.push(["y", ...where]);
-    }
-    return found;
-}"""
+TICKS = table(__file__, "TICKS")
 """Axes whose marks lie over each other, or that have none."""
 
 
@@ -292,22 +273,7 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
     assert columns["B sent so far"][15] == pytest.approx(16 * 3 / 4 * 2 * 8_030_261_248, rel=1e-3)
 
 
-COVERED = """async ([answer, side]) => {
-    const { holdsPlaces } = await import("studio/views/tokens_holds");
-    const canvas = document.querySelector('[data-figure="holds"] canvas'), context = canvas.getContext("2d");
-    const wanted = answer.more.sides[side], places = holdsPlaces(canvas.clientWidth, answer)[side];
-    return places.matrices.map(({ name, x, y, w, h }) => {
-        const parts = wanted.pieces.filter((piece) => piece.name === name).flatMap(({ boxes }) => boxes);
-        // Middles of parts have their rank's number: their corners are looked at, where they are some pixels large.
-        const seen = parts.map(([left, top, wide, high]) => {
-            const at = [x + (left + wide * 0.12) * w, y + (top + high * 0.12) * h];
-            const [red, , blue] = context.getImageData(...at, 1, 1).data;
-            const right = side ? red > blue + 40 : blue > red + 40;
-            return [wide * high, right || wide * w < 4 || high * h < 4];
-        });
-        return [name, seen];
-    });
-}"""
+COVERED = table(__file__, "COVERED")
 """Of the matrices of a side: each part's area, and whether it has the side's hue."""
 
 

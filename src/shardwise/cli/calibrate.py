@@ -25,6 +25,7 @@ from shardwise.cli.clusters import check_name, known_cluster, write_cluster
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json, show
 from shardwise.cluster import Cluster
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
@@ -275,14 +276,10 @@ def _links(cluster: Cluster) -> Iterator[str]:
 
 
 def _topology_json(topology: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:
-    links = {
-        name: {"bandwidth": link.bandwidth, "alpha": link.alpha, "source": link.source}
-        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
-    }
+    links = {name: keyed(getattr(cluster, name), "bandwidth alpha source") for name in ("intra", "inter")}
     return {
         "cluster": str(cluster),
-        "nodes": cluster.nodes,
-        "devices_per_node": cluster.devices_per_node,
+        **keyed(cluster, "nodes devices_per_node"),
         "paths": dict(topology.between()),
         "islands": [list(island) for island in topology.islands()],
         "nics": list(topology.nics),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.records import dataclass
@@ -290,12 +291,9 @@ def _counts(manifest: Manifest) -> dict[str, Any]:
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
-    files = [{"name": part.name, "bytes": part.nbytes, "pieces": len(part.pieces)} for part in manifest.parts]
-    return {
-        "checkpoint": str(checkpoint.folder), "step": manifest.step, "samples": manifest.samples,
-        "seed": manifest.seed, "optimizer_steps": manifest.optimizer_steps, "bytes": manifest.nbytes, "files": files,
-        "about": manifest.about,
-    }  # fmt: skip
+    files = [keyed(part, "name bytes=nbytes") | {"pieces": len(part.pieces)} for part in manifest.parts]
+    counts = keyed(manifest, "step samples seed optimizer_steps bytes=nbytes")
+    return {"checkpoint": str(checkpoint.folder), **counts, "files": files, "about": manifest.about}
 
 
 def _differences_of_import(manifest: Manifest) -> list[str]:

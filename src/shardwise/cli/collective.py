@@ -17,6 +17,7 @@ from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json, print_result, progress
 from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.cluster import Cluster
+from shardwise.codec import keyed
 from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
@@ -208,17 +209,12 @@ def _told(predicted: dict[str, float] | None, name: str, nbytes: int, cluster: C
 
 
 def _priced(choice: Choice) -> dict[str, Any]:
-    price = choice.price
-    terms = {"alpha_s": price.alpha, "beta_s": price.beta, "gamma_s": price.gamma}
-    bounds = dict(zip(("alpha_s", "beta_s", "gamma_s"), choice.bounds, strict=True))
+    terms = "alpha_s=alpha beta_s=beta gamma_s=gamma"
     return {
         "algorithm": choice.name,
         "options": dict(choice.options),
-        "seconds": price.seconds,
-        **terms,
-        "steps": price.steps,
-        "bytes_sent": price.bytes_sent,
-        "lower_bounds": bounds,
+        **keyed(choice.price, f"seconds {terms} steps bytes_sent"),
+        "lower_bounds": keyed(choice.bounds, terms),
         "fractions": choice.fractions,
     }
 

@@ -21,6 +21,7 @@ from shardwise.cli.prompts import PromptOptions, read_prompts
 from shardwise.cli.run_file import ConfigOptions
 from shardwise.cli.show import compare_table
 from shardwise.cli.show.compare_table import StrategyOptions
+from shardwise.codec import keyed
 from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
@@ -189,22 +190,16 @@ def _summary(job: ServingJob, ready: Ready, answers: list[_Answer], seconds: flo
     return {
         "model": job.model.name,
         "layout": str(job.layout),
-        "context": ready.context,
-        "parameter_bytes": ready.parameter_bytes,
-        "cache_bytes": ready.cache_bytes,
-        "transport": ready.transport,
-        "load_s": ready.seconds,
+        **keyed(ready, "context parameter_bytes cache_bytes transport load_s=seconds"),
         "seconds": seconds,
         "tokens_per_s": made / seconds,
         "answers": [
             {
                 "prompt_tokens": len(answer.prompt),
                 "reused": answer.finished.reused if answer.finished else 0,
-                "tokens": answer.tokens,
-                "logprobs": answer.logprobs,
+                **keyed(answer, "tokens logprobs"),
                 "text": answer.text if answer.stream else None,
-                "reason": answer.reason,
-                "first_token_s": answer.first,
+                **keyed(answer, "reason first_token_s=first"),
             }
             for answer in answers
         ],

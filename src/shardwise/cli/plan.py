@@ -34,6 +34,7 @@ from shardwise.cli.quantities import bytes_of, seconds_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import price_of
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
@@ -320,19 +321,10 @@ def _power(args: PlanOptions) -> Power:
 
 
 def _told(run: Run) -> dict[str, Any]:
-    return {
-        "cluster": str(run.cluster),
-        "layout": str(run.one.layout),
-        "devices": run.one.layout.ranks,
-        "steps": run.steps,
-        "seconds": run.seconds,
-        "device_hours": run.device_hours,
-        "cost": run.cost,
-        "device": run.cluster.device.name,
-        "energy_kwh_at_most": run.energy,
-        "pue": run.power.pue,
-        "host_watts": run.power.host_watts,
-    }
+    keys = (
+        "cluster layout=one.layout devices=one.layout.ranks steps seconds device_hours cost device=cluster.device.name"
+    )
+    return keyed(run, f"{keys} energy_kwh_at_most=energy pue=power.pue host_watts=power.host_watts")
 
 
 def _find(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]) -> int:
@@ -380,11 +372,7 @@ def _size(space: Space, size: Size) -> dict[str, Any]:
         empty = ("layout", "seconds", "tokens_per_second", "efficiency", *GROUPS, "not_runnable")
         return {"cluster": str(size.cluster), **dict.fromkeys(empty)}
     return {
-        "cluster": str(size.cluster),
-        "layout": str(size.best.layout),
-        "seconds": size.best.seconds,
-        "tokens_per_second": size.tokens_per_second,
-        "efficiency": size.efficiency,
+        **keyed(size, "cluster layout=best.layout seconds=best.seconds tokens_per_second efficiency"),
         **grouped(size.best.parts),
         **_refusal(space, size.best.layout),
     }

@@ -12,6 +12,7 @@ from shardwise.cli.plan_emit import profile_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import price_of
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model.parameters import count
@@ -71,8 +72,7 @@ def _trained(args: Any, cluster: Cluster) -> dict[str, Any]:
         "model": model.name,
         "parameters": count(model),
         "layout": str(one.layout),
-        "seq": workload.seq,
-        "batch": workload.batch,
+        **keyed(workload, "seq batch"),
         "assumed": list(assumed),
         "seconds": one.seconds,
         "tokens_per_second": best.tokens_per_second(one),
@@ -95,10 +95,7 @@ def _served(args: Any, cluster: Cluster) -> dict[str, Any]:
         "layout": str(one.layout),
         "weights": type_name(one.weights, model),
         "assumed": list(result.assumed),
-        "first_token_seconds": one.first_token,
-        "token_seconds": one.token,
-        "tokens_per_second": one.tokens_per_second,
-        "bytes": one.held,
+        **keyed(one, "first_token_seconds=first_token token_seconds=token tokens_per_second bytes=held"),
         "price": priced(price_of(cluster.device, args.price), one.devices, one.tokens_per_second),
     }
 

@@ -18,6 +18,7 @@ from shardwise.cli.declare import arg, word
 from shardwise.cli.engine import ServingOptions, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.run_file import ConfigOptions
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
@@ -115,13 +116,9 @@ def _print_ready(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Re
         "url": url,
         "model": name,
         "layout": str(job.layout),
-        "context": ready.context,
-        "pages": ready.pages,
-        "page_tokens": ready.page_tokens,
-        "transport": ready.transport,
-        "load_s": ready.seconds,
+        **keyed(ready, "context pages page_tokens transport load_s=seconds"),
         "held": {**asdict(fit.held), "total": fit.held.total},
-        "room": {"bytes": fit.room, "fits": fit.fits, "context": fit.largest_context, "batch": fit.largest_batch},
+        "room": keyed(fit, "bytes=room fits context=largest_context batch=largest_batch"),
         "valid": {"tp": fit.tps, "pp": fit.pps},
     }
     print(json.dumps(said), flush=True)

@@ -21,6 +21,7 @@ from shardwise.cli.declare import arg, leave_out, word
 from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result, working
 from shardwise.cli.verify import SplitOptions, names_code, plan_of
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
@@ -135,13 +136,8 @@ def _summary(blueprint: Blueprint) -> dict[str, Any]:
         "left_out": {key: why for key, why in (("sp", trace.uncut), ("pipelines", trace.unpiped)) if why},
         "precisions": sorted({each.precision for each in trace.steps}),
         "parts": [
-            {
-                "name": part.name,
-                "module": part.module,
-                "parameters": part.numel,
-                "saved": first.get(part.name, 0),
-                **_operations(trace, part.name),
-            }
+            keyed(part, "name module parameters=numel")
+            | {"saved": first.get(part.name, 0), **_operations(trace, part.name)}
             for part in blueprint.parts
         ],
     }

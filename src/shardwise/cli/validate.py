@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result
-from shardwise.codec import plain
+from shardwise.codec import keyed, plain
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.table import FittedTable, plain_table
@@ -87,17 +87,8 @@ def _memory(args: ValidateOptions, ranked: list[scoreboard.MemoryScore]) -> int:
 
 
 def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:
-    return {
-        "source": score.source,
-        "mean_abs_error": score.mean_abs_error,
-        "held_out_error": score.held_out_error,
-        "bias": score.bias,
-        "skipped": score.skipped,
-        "rows": [
-            {"row": dict(one.row), "bytes": one.nbytes, "measured": one.measured, "error": one.error, "read": one.read}
-            for one in score.rows
-        ],
-    }
+    rows = [{"row": dict(one.row)} | keyed(one, "bytes=nbytes measured error read") for one in score.rows]
+    return keyed(score, "source mean_abs_error held_out_error bias skipped") | {"rows": rows}
 
 
 def _experts(args: ValidateOptions, predictions: list[Prediction]) -> int:
@@ -160,17 +151,9 @@ def _row(one: Prediction) -> dict[str, Any]:
     from shardwise.validation import scoreboard
     from shardwise.validation.scoreboard import MISS
 
-    return {
-        "case": one.case.describe(),
-        "seconds": one.seconds,
-        "low": float(one.range.low),
-        "high": float(one.range.high),
-        "measured_seconds": one.measured,
-        "error": one.error,
-        "inside": one.inside,
-        "assumed": list(one.case.assumed),
-        "reason": scoreboard.reason(one) if abs(one.error) > MISS else None,
-    }
+    reason = scoreboard.reason(one) if abs(one.error) > MISS else None
+    keys = "seconds low=range.low high=range.high measured_seconds=measured error inside assumed=case.assumed"
+    return {"case": one.case.describe(), **keyed(one, keys), "reason": reason}
 
 
 def _scores(ranked: list[Score]) -> FittedTable:

@@ -23,18 +23,4 @@ __all__ = [
     "read", "write",
 ]  # fmt: skip
 
-lazily(
-    __name__,
-    {
-        "ENGINES": "reading.reader",
-        "EngineFile": "writing.request",
-        "EngineSpec": "spec",
-        "Reading": "reading.settings",
-        "ServerSettings": "reading.settings",
-        "WRITERS": "writing.writer",
-        "WriteRequest": "writing.request",
-        "nearest_layout": "writing.writer",
-        "read": "reading.reader",
-        "write": "writing.writer",
-    },
-)
+lazily(__name__)

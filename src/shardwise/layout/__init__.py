@@ -13,16 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Mesh", "UnitPlan", "Workload", "check", "check_runnable", "fewer_ranks", "unit_plan"]
 
-lazily(
-    __name__,
-    {
-        "Layout": "layout",
-        "Mesh": "mesh",
-        "UnitPlan": "units",
-        "Workload": "workload",
-        "check": "legality",
-        "check_runnable": "legality",
-        "fewer_ranks": "legality",
-        "unit_plan": "units",
-    },
-)
+lazily(__name__)

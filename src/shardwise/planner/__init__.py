@@ -13,16 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["RESERVED_BYTES", "Found", "Plan", "Priced", "Space", "plan", "price_one", "search"]
 
-lazily(
-    __name__,
-    {
-        "Found": "ranking",
-        "Plan": "plan",
-        "Priced": "pricing",
-        "RESERVED_BYTES": "shardwise.predict.memory.capacity",
-        "Space": "space",
-        "plan": "plan",
-        "price_one": "pricing",
-        "search": "ranking",
-    },
-)
+lazily(__name__)

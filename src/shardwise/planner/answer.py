@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from shardwise.cluster import Cluster
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.model_size import size_json
@@ -69,18 +70,9 @@ class Answer(Generic[One]):
 
     def asked_json(self) -> dict[str, Any]:
         """The question and the numbers of candidates: fields that plans of training and of serving share."""
-        return {
-            "model": self.model.name,
-            **size_json(self.model),
-            "cluster": str(self.cluster),
-            "cluster_links": links_json(self.cluster),
-            "workload": self.workload.to_json(),
-            "engine": self.engine,
-            "by": self.by,
-            "usable_bytes": self.usable,
-            "considered": self.considered,
-            "fitting": self.fitting,
-        }
+        keys = "workload engine by usable_bytes=usable considered fitting"
+        links = {"cluster": str(self.cluster), "cluster_links": links_json(self.cluster)}
+        return {"model": self.model.name, **size_json(self.model)} | links | keyed(self, keys)
 
 
 By = Literal["throughput", "fastest", "memory", "cost", "pareto"]

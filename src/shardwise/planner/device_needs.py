@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.cluster.catalog import Accelerator, DevicePrice, accelerators, price_of
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
@@ -73,19 +74,10 @@ class DeviceNeed:
         return self.price and self.price.per_million_tokens(self.cluster.devices, self.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "cluster": str(self.cluster),
-            "cluster_links": links_json(self.cluster),
-            "devices": self.cluster.devices,
-            "layout": str(self.layout),
-            "weights": self.weights or None,
-            "token_seconds" if self.weights else "seconds": self.seconds,
-            "bytes": self.nbytes,
-            "tokens_per_second": self.tokens_per_second,
-            "price": self.price and self.price.to_json(),
-            "usd_per_hour": self.usd_per_hour,
-            "usd_per_million_tokens": self.usd_per_million_tokens,
-        }
+        seconds = "token_seconds=seconds" if self.weights else "seconds"
+        keys = f"devices=cluster.devices layout weights? {seconds} bytes=nbytes tokens_per_second price"
+        links = {"cluster": str(self.cluster), "cluster_links": links_json(self.cluster)}
+        return links | keyed(self, f"{keys} usd_per_hour usd_per_million_tokens")
 
 
 def training_needs(

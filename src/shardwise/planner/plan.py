@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.legality import beyond_positions
@@ -154,9 +155,7 @@ class Plan(Answer[Priced], Printable):
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_alternative_json(each) for each in self.alternatives],
             "price": self.price(self.winner),
-            "notes": list(self.notes),
-            "assumed": list(self.assumed),
-            "warnings": list(self.warnings),
+            **keyed(self, "notes assumed warnings"),
         }
 
     def not_runnable(self, one: Priced) -> str | None:
@@ -165,19 +164,14 @@ class Plan(Answer[Priced], Printable):
 
     def _row(self, one: Priced) -> dict[str, Any]:
         return {
-            "layout": str(one.layout),
-            "devices": one.layout.ranks,
-            "seconds": one.seconds,
-            "low": float(one.range.low),
-            "high": float(one.range.high),
+            **keyed(one, "layout devices=layout.ranks seconds low=range.low high=range.high"),
             "tokens_per_second": self.tokens_per_second(one),
             "mfu": self.utilisation(one),
             "device_seconds": self.device_seconds(one),
             "bytes": one.held.to_json() | {"total": one.held.total},
             "memory": self.room.state(one.held.total),
             **({"node_bytes": one.node._asdict()} if any(one.node) else {}),
-            "pipeline_rank": one.place,
-            "parts": one.parts,
+            **keyed(one, "pipeline_rank=place parts"),
             "not_runnable": self.not_runnable(one),
             "resembles": resembling(count(self.model), one.layout),
         }
@@ -262,13 +256,6 @@ def _nothing_at_all(space: Space, usable: float) -> UserError:
 
 
 def _alternative_json(one: Alternative) -> dict[str, Any]:
-    return {
-        "key": one.key,
-        "value": one.value,
-        "layout": None if one.best is None else str(one.best.layout),
-        "least_bytes": float(one.least),
-        "slower_seconds": one.slower if one.best else None,
-        "part": one.part or None,
-        "grew_seconds": one.grew if one.best else None,
-        "crosses_nodes": one.crosses,
-    }
+    keys = f"key value {'layout=best.layout' if one.best else 'layout=best'} least_bytes=least slower_seconds=slower"
+    data = keyed(one, f"{keys} part? grew_seconds=grew crosses_nodes=crosses") | {"least_bytes": float(one.least)}
+    return data if one.best else data | {"slower_seconds": None, "grew_seconds": None}

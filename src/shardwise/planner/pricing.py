@@ -1,7 +1,7 @@
 """Seconds of many candidates at once, and of one layout alone.
 
 Both go through the same functions of `predict.time`: one layout through `training_step`; a frame of candidates through
-`step_parts`, with the pieces of a micro-batch taken from a table that has each (tp, ep, cp, micro) of a space once, and
+`PricedStep`, with the pieces of a micro-batch taken from a table that has each (tp, ep, cp, micro) of a space once, and
 the traffic of the data ranks computed once a mesh.
 """
 
@@ -28,7 +28,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile, attending
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.split import StepShape
-from shardwise.predict.time.step import bubble_share, step_parts, training_step
+from shardwise.predict.time.step import PricedStep, bubble_share, training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
@@ -220,7 +220,7 @@ class Prices:
         found = self._table(inside).each(lambda column: column[rows][:, None, None])
         share = np.stack([self._share(inside, order)[rows] for order in frame.orders], axis=-1)[:, None, :]
         sent = self._sent(frame, _alone(software))
-        parts = step_parts(self.model, self._split(frame), software, self.pricing, found, sent, share)
+        parts = PricedStep(self.model, self._split(frame), software, self.pricing, found, sent, share).parts()
         return sum(parts.values())
 
     def _split(self, frame: LayoutColumns) -> StepShape:

@@ -27,7 +27,7 @@ import numpy as np
 from shardwise.arrays import Num
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
-from shardwise.codec import Json
+from shardwise.codec import Json, keyed
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
@@ -62,7 +62,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.ranges import time_range
 from shardwise.predict.time.requests import RequestSeconds, closed_loop
-from shardwise.predict.time.serving import ServingLayout, decode_pass, decode_products, prefill_pass
+from shardwise.predict.time.serving import ServedModel, ServingLayout
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.units import format_bytes, format_time
@@ -290,14 +290,11 @@ class ServingPlan(Answer[Deployment], Printable):
             "price": self.price and self.price.to_json(),
             "quantised_on_fewer": self.quantised and self.quantised[0].to_json(),
             "split_on_more": self.quantised and self.quantised[1].to_json(),
-            "lossless": self.lossless and self.lossless.to_json(),
-            "gathering": self.gathering and self.gathering.to_json(),
+            **keyed(self, "lossless gathering"),
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
-            "disaggregated": self.apart and self.apart.to_json(),
-            "requests_per_second": self.rate,
+            **keyed(self, "disaggregated=apart requests_per_second=rate"),
             "bounds": [one.to_json() | {"best": one.best and self._row(one.best)} for one in self.bounds],
-            "assumed": list(self.assumed),
-            "warnings": list(self.warnings),
+            **keyed(self, "assumed warnings"),
         }
 
 
@@ -573,7 +570,7 @@ class _Space:
             if weight_format(name).dtype == "float8_e4m3fn" and not self.cluster.device.peak("float8_e4m3fn"):
                 return False
             try:
-                decode_products(self.model, ServingLayout(self.words(name)), 1.0, self.engine, pricing)
+                ServedModel(self.model, ServingLayout(self.words(name)), self.engine, pricing).decode_products(1.0)
             except UserError:
                 return False
             return True
@@ -674,33 +671,29 @@ class _Space:
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
         serving = ServingLayout(self.words(weights), self.cache_of(weights), tp)
-        pricing = pricing_for(self.cluster)
-        return self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing)
+        served = ServedModel(self.model, serving, self.engine, pricing_for(self.cluster))
+        return self._token(served, pp, dp, batch), *self._prompt(served, pp, dp)
 
-    def _token(self, serving: ServingLayout, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
+    def _token(self, served: ServedModel, pp: Num, dp: Num, batch: Num) -> Num:
         """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for
         all groups of sequences (`timing` has the same for one layout)."""
         layers, group = self.model.layers, np.ceil(batch / pp)
-        through = decode_pass(
-            self.model, serving, group, self.workload.prompt + self.workload.output / 2, self.engine, pricing
-        )
+        through = served.decode_pass(group, self.workload.prompt + self.workload.output / 2)
         block, ends = sum(through.block.values()), through.head + through.host
-        hop = _hop(pricing, pp, group * self.model.hidden * 2.0, serving.tp * dp)
+        hop = _hop(served.pricing, pp, group * self.model.hidden * 2.0, served.layout.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
 
-    def _prompt(self, serving: ServingLayout, pp: Num, dp: Num, pricing: Pricing) -> tuple[Num, Num]:
+    def _prompt(self, served: ServedModel, pp: Num, dp: Num) -> tuple[Num, Num]:
         """Seconds in which a prompt is read, in chunks that follow each other through the stages, and those that the
         busiest stage works on it (`timing` has the same for one layout)."""
         layers, prompt = self.model.layers, self.workload.prompt
         pieces = ceil(prompt / CHUNK)
-        one, whole = (
-            prefill_pass(self.model, serving, 1.0, tokens, self.engine, pricing) for tokens in (prompt / pieces, prompt)
-        )
+        one, whole = (served.prefill_pass(1.0, tokens) for tokens in (prompt / pieces, prompt))
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
         ends = one.head + one.host
-        hop = _hop(pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, serving.tp * dp)
+        hop = _hop(served.pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, served.layout.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate", "zero_table"]
 
-lazily(
-    __name__,
-    {
-        "estimate": "estimate",
-        "zero_table": "memory.states",
-    },
-)
+lazily(__name__)

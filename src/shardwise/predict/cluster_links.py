@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.cluster import KINDS, Cluster, Link, catalog
 from shardwise.cluster.paths import NodePaths
+from shardwise.codec import keyed
 from shardwise.report.units import format_bytes
 
 
@@ -86,7 +87,4 @@ def _said(link: Link) -> str:
 
 
 def _json(link: Link, assumed: bool) -> dict[str, Any]:
-    return {
-        "name": link.name or None, "kind": link.kind or None, "bandwidth": link.bandwidth, "alpha": link.alpha,
-        "assumed": assumed, "source": link.source,
-    }  # fmt: skip
+    return keyed(link, "name? kind? bandwidth alpha") | {"assumed": assumed, "source": link.source}

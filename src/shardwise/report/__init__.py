@@ -14,16 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Bytes", "LedgerRow", "ReportComparison", "Role", "RunDirectory", "StepReport", "TransportRow", "compare"]
 
-lazily(
-    __name__,
-    {
-        "Bytes": "step_report",
-        "LedgerRow": "step_report",
-        "ReportComparison": "compare",
-        "Role": "step_report",
-        "RunDirectory": "run_directory",
-        "StepReport": "step_report",
-        "TransportRow": "step_report",
-        "compare": "compare",
-    },
-)
+lazily(__name__)

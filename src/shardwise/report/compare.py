@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from shardwise.codec import Json
+from shardwise.codec import Json, keyed
 from shardwise.errors import UserError
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.printing import Printable
@@ -185,15 +185,11 @@ class ReportComparison(Printable):
         return {
             "a": _heading(self.a),
             "b": _heading(self.b),
-            "equal_ledger": self.equal_ledger,
-            "exact_classes_equal": self.exact_classes_equal,
+            **keyed(self, "equal_ledger exact_classes_equal"),
             "peak_error": self.peak_error if math.isfinite(self.peak_error) else None,
-            "differences": list(self.differences),
-            "ranks_only_a": list(self.ranks_only_a),
-            "ranks_only_b": list(self.ranks_only_b),
+            **keyed(self, "differences ranks_only_a ranks_only_b"),
             "roles": pairs,
-            "rows": [row.to_json() for row in self.rows],
-            "bytes": [row.to_json() for row in self.bytes],
+            **keyed(self, "rows bytes"),
             "exposures": [{"side": side, "rank": rank} | result.to_json() for side, rank, result in self.exposures],
         }
 

@@ -24,17 +24,4 @@ __all__ = [
     "find",
 ]
 
-lazily(
-    __name__,
-    {
-        "Algorithm": "algorithms",
-        "CommSchedule": "comm",
-        "Draft": "comm",
-        "RepeatedRounds": "comm",
-        "Round": "comm",
-        "algorithms": "algorithms",
-        "build": "algorithms",
-        "collective_name": "algorithms",
-        "find": "algorithms",
-    },
-)
+lazily(__name__)

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from shardwise.codec import keyed
 from shardwise.report.units import format_spans
 from shardwise.schedule.comm import SUM, CommSchedule, Round, inputs, wanted
 
@@ -168,15 +169,11 @@ def frames(schedule: CommSchedule, elements: int) -> dict[str, Any]:
         found.append({"round": number, "stage": label, "transfers": transfers, "holds": _holds(states)})
     return {
         "frames_version": FRAMES_VERSION,
-        "collective": schedule.collective,
-        "algorithm": schedule.algorithm,
+        **keyed(schedule, "collective algorithm"),
         "options": dict(schedule.options),
-        "root": schedule.root,
-        "ranks": schedule.ranks,
+        **keyed(schedule, "root ranks"),
         "elements": elements,
-        "chunks": schedule.chunks,
-        "regions": list(schedule.regions),
-        "result": schedule.result,
+        **keyed(schedule, "chunks regions result"),
         "bounds": bounds.tolist(),
         "frames": found,
     }

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -176,24 +177,16 @@ class UpdateRecord:
     def summary(self) -> dict[str, Any]:
         """Counts of the whole run, as JSON. Times are seconds."""
         return {
-            "updates": self.updates,
-            "gradients": self.pushed,
-            "dropped": self.dropped,
+            **keyed(self, "updates gradients=pushed dropped"),
             "staleness": {str(versions): self.staleness[versions] for versions in sorted(self.staleness)},
             "mean_staleness": self.mean_staleness,
             "max_staleness": max(self.staleness, default=0),
             "waiting_share": self.waiting_share,
             "workers": [
-                {
-                    "worker": worker,
-                    "gradients": tally.gradients,
-                    "dropped": tally.dropped,
-                    "computing_s": tally.computing,
-                    "waiting_s": tally.waiting,
-                    "waiting_share": tally.waiting_share,
-                    "slowness": slowness,
-                    "waited_for_s": {str(other): seconds for other, seconds in sorted(tally.waited_for.items())},
-                }
+                {"worker": worker}
+                | keyed(tally, "gradients dropped computing_s=computing waiting_s=waiting waiting_share")
+                | {"slowness": slowness}
+                | {"waited_for_s": {str(other): seconds for other, seconds in sorted(tally.waited_for.items())}}
                 for worker, (tally, slowness) in enumerate(zip(self.workers, self.slowness(), strict=True))
             ],
             "first_update": self.first,

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_executor import Broken, mutate, run, schedules, works
 
+from harness.cases import from_table
 from shardwise.schedule.pipeline import Action, PipelineSchedule, build, complete, completion, generators
 from shardwise.schedule.pipeline.plan import loop
 from shardwise.schedule.pipeline.verify import verify
@@ -141,27 +142,7 @@ def without(schedule: PipelineSchedule, rank: int, word: str, put: tuple[Action,
     return replace(schedule, actions=tuple(lists))
 
 
-@pytest.mark.parametrize(
-    ("rank", "word", "put", "words"),
-    [
-        (1, "1SEND_F2", (), "rank 1, (1SEND_F2): it is missing"),
-        (1, "1RECV_F2", (), "(1F2): 1RECV_F2 must stand before it"),
-        (1, "1SEND_F2", (Action("SEND_F", 1, 2, 0),), "its peer is rank 2, which has 2RECV_F2, not rank 0"),
-        (0, "0SEND_F1", (Action("SEND_B", 0, 1, 1),), "there is no such message"),
-        (1, "1F2", (Action("F", 2, 2),), "this rank has the stages 1 only"),
-        (1, "1F2", (Action("F", 1, 9),), "there are 4 micro-batches"),
-        (1, "1F2", (Action("F", 1),), "it belongs to a micro-batch"),
-        (1, "1F2", (Action("UNSHARD", 1, 2),), "it belongs to no micro-batch"),
-        (1, "1F2", (Action("F", 1, 2), Action("F", 1, 2)), "it happens a second time"),
-        (1, "1F2", (Action("UNSHARD", 1), Action("F", 1, 2)), "parameters are not gathered in this schedule"),
-        (1, "1REDUCE_GRAD", (), "rank 1, (1REDUCE_GRAD): it is missing"),
-        (1, "1B1", (Action("B", 1, 1), Action("REDUCE_GRAD", 1)), "1W2 or 1B2 must stand before it, and 1 more"),
-        (1, "1REDUCE_GRAD", (Action("REDUCE_GRAD", 1, 0),), "gradients are reduced once a step"),
-        (2, "2SHARE_LOSS", (), "rank 2, (2SHARE_LOSS): it is missing"),
-        (1, "2SHARE_LOSS", (Action("SHARE_LOSS", 2, peer=1),), "rank 2 has the loss (stage 2), not rank 1"),
-        (1, "1B1", (Action("OVERLAP_F_B", 1),), "it has no parts"),
-    ],
-)
+@from_table
 def test_messages_say_what_is_wrong(rank, word, put, words):
     found = verify(without(build("1f1b", 3, 4), rank, word, put))
     assert any(words in str(finding) for finding in found), list(map(str, found))

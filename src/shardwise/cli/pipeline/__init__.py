@@ -17,6 +17,7 @@ from shardwise.cli.pipeline import arguments, running
 from shardwise.cli.pipeline.arguments import IN_FILE, ScheduleOptions, StageOptions, TimeOptions, VariantOptions
 from shardwise.cli.quantities import numbers
 from shardwise.cli.show.pipeline_table import named, step_json, totals
+from shardwise.codec import keyed
 from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
@@ -135,13 +136,7 @@ def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> d
         progress(f"{name}: {case}")
         checked += 1
         findings += [
-            {
-                "case": case,
-                "rank": finding.rank,
-                "index": finding.index,
-                "action": str(finding.action),
-                "text": str(finding),
-            }
+            {"case": case, **keyed(finding, "rank index"), "action": str(finding.action), "text": str(finding)}
             for finding in verify(schedule)
         ]
     progress()

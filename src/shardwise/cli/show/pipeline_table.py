@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import show
+from shardwise.codec import keyed
 from shardwise.report.table import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 
@@ -41,9 +42,7 @@ def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
     schedule, simulated = each.case.schedule, each.simulated(hop, overlap)
     expected = peaks(schedule, each.case.held)
     return {
-        "schedule": schedule.name,
-        "micro": schedule.micro,
-        "virtual": schedule.virtual,
+        **keyed(schedule, "schedule=name micro virtual"),
         "makespans_s": [step.makespan for step in each.steps],
         "ratio": each.median.makespan / simulated.makespan if simulated.makespan else None,
         "measured": step_json(each.median, held_bytes=each.held, buffers=each.buffers),
@@ -55,9 +54,7 @@ def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
 
 def totals(step: Simulated) -> dict[str, float]:
     """Times of a step over all ranks."""
-    return {
-        "makespan_s": step.makespan, "bubble_over_ideal": step.bubble, "bubble_of_total": step.bubble_of_total,
-    }  # fmt: skip
+    return keyed(step, "makespan_s=makespan bubble_over_ideal=bubble bubble_of_total")
 
 
 def step_json(step: Simulated, **columns: Sequence[Any]) -> dict[str, Any]:

@@ -62,6 +62,10 @@ def gpt_like(f: Fields, hidden: int, heads: int, layers: tuple[str, ...], eps: s
     }
 
 
+SHAPE = "hidden_size=hidden num_hidden_layers=layers num_attention_heads=heads max_position_embeddings=max_positions"
+"""Keys of a `config.json` -> our fields that most families write, as of `keyed`."""
+
+
 def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any] | None:
     """The `rope_scaling` of a `config.json`."""
     if scaling is None:

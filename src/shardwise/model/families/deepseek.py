@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.model.config import LatentAttention, ModelConfig
 from shardwise.model.families.common import llama_like
 from shardwise.model.families.family import Family
@@ -39,6 +40,13 @@ RANKS = {
 """Field of `LatentAttention` -> theirs, and its default."""
 
 
+_EXPERTS = (
+    "n_routed_experts=count num_experts_per_tok=active moe_intermediate_size=ffn n_shared_experts=shared "
+    "first_k_dense_replace=dense_layers n_group=groups topk_group=active_groups routed_scaling_factor=scale "
+    "norm_topk_prob=normalized scoring_func=scoring aux_loss_alpha=balance_loss"
+)
+
+
 def write_deepseek(c: ModelConfig) -> dict[str, Any]:
     """`Family.write` of both versions."""
     a, e = c.latent_attention, c.experts
@@ -46,20 +54,9 @@ def write_deepseek(c: ModelConfig) -> dict[str, Any]:
     greedy = "group_limited_greedy" if e.groups > 1 else "greedy"
     return write_llama(c) | {
         **{theirs: getattr(a, ours) for ours, (theirs, _) in RANKS.items()},
-        "head_dim": a.rope_head_dim,
-        "q_lora_rank": a.q_rank or None,
-        "n_routed_experts": e.count,
-        "num_experts_per_tok": e.active,
-        "moe_intermediate_size": e.ffn,
-        "n_shared_experts": e.shared,
-        "first_k_dense_replace": e.dense_layers,
-        "n_group": e.groups,
-        "topk_group": e.active_groups,
+        **keyed(a, "head_dim=rope_head_dim q_lora_rank?=q_rank"),
+        **keyed(e, _EXPERTS),
         "topk_method": "noaux_tc" if e.router_bias else greedy,
-        "routed_scaling_factor": e.scale,
-        "norm_topk_prob": e.normalized,
-        "scoring_func": e.scoring,
-        "aux_loss_alpha": e.balance_loss,
         "seq_aux": e.balance == "sequence",
     }
 

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.model.config import ModelConfig
 from shardwise.model.families.common import GELU, gpt_lacks, gpt_like
 from shardwise.model.families.family import Family
@@ -52,18 +53,10 @@ def _gpt2(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_embd": c.hidden,
-        "n_layer": c.layers,
-        "n_head": c.heads,
-        "n_inner": c.ffn,
-        "n_positions": c.max_positions,
-        "layer_norm_epsilon": c.norm_eps,
-        "activation_function": GELU[c.activation],
-        "resid_pdrop": c.dropout,
-        "embd_pdrop": c.dropout,
-        "attn_pdrop": c.attention_dropout,
-    }
+    return {"activation_function": GELU[c.activation]} | keyed(
+        c, "n_embd=hidden n_layer=layers n_head=heads n_inner=ffn n_positions=max_positions "
+        "layer_norm_epsilon=norm_eps resid_pdrop=dropout embd_pdrop=dropout attn_pdrop=attention_dropout",
+    )  # fmt: skip
 
 
 GPT2 = Family(

@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.model.config import ModelConfig
-from shardwise.model.families.common import llama_like, write_scaling
+from shardwise.model.families.common import SHAPE, llama_like, write_scaling
 from shardwise.model.families.family import Family
 from shardwise.model.fields import Fields, full_attention, words
 from shardwise.model.foreign import ForeignNames
@@ -51,20 +52,10 @@ def _mistral(f: Fields) -> dict[str, Any]:
 
 
 def write_llama(c: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": c.hidden,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.ffn,
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": c.rope_theta,
-        "attention_dropout": c.attention_dropout,
-        "rope_scaling": write_scaling(c.rope_scaling),
-    }
+    more = (
+        "num_key_value_heads=kv_heads head_dim intermediate_size=ffn rms_norm_eps=norm_eps rope_theta attention_dropout"
+    )
+    return keyed(c, f"{SHAPE} {more}") | {"hidden_act": "silu", "rope_scaling": write_scaling(c.rope_scaling)}
 
 
 def llama_lacks(c: ModelConfig) -> dict[str, bool]:

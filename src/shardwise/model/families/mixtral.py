@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.model.config import Experts, ModelConfig
 from shardwise.model.families.common import llama_like
 from shardwise.model.families.family import Family
@@ -62,15 +63,8 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: ModelConfig) -> dict[str, Any]:
-    e = c.experts
-    assert e
-    return write_llama(c) | {
-        "intermediate_size": e.ffn,
-        "num_local_experts": e.count,
-        "num_experts_per_tok": e.active,
-        "router_aux_loss_coef": e.balance_loss,
-        "sliding_window": None,
-    }
+    keys = "intermediate_size=ffn num_local_experts=count num_experts_per_tok=active router_aux_loss_coef=balance_loss"
+    return write_llama(c) | keyed(c.experts, keys) | {"sliding_window": None}
 
 
 def _lacks(c: ModelConfig) -> dict[str, bool]:

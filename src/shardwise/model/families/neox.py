@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.model.config import ModelConfig
-from shardwise.model.families.common import GELU, gpt_lacks, gpt_like, write_scaling
+from shardwise.model.families.common import GELU, SHAPE, gpt_lacks, gpt_like, write_scaling
 from shardwise.model.families.family import Family
 from shardwise.model.fields import Fields, read_activation, rotary
 from shardwise.model.foreign import FUSED, ForeignNames
@@ -52,21 +53,10 @@ def _gpt_neox(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": c.hidden,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "intermediate_size": c.ffn,
-        "max_position_embeddings": c.max_positions,
-        "layer_norm_eps": c.norm_eps,
-        "hidden_act": GELU[c.activation],
-        "rotary_emb_base": c.rope_theta,
-        "rotary_pct": c.rotary_fraction,
-        "use_parallel_residual": c.parallel_residual,
-        "hidden_dropout": c.dropout,
-        "attention_dropout": c.attention_dropout,
-        "rope_scaling": write_scaling(c.rope_scaling),
-    }
+    more = "intermediate_size=ffn layer_norm_eps=norm_eps rotary_emb_base=rope_theta rotary_pct=rotary_fraction "
+    more += "use_parallel_residual=parallel_residual hidden_dropout=dropout attention_dropout"
+    scaling = write_scaling(c.rope_scaling)
+    return keyed(c, f"{SHAPE} {more}") | {"hidden_act": GELU[c.activation], "rope_scaling": scaling}
 
 
 GPT_NEOX = Family(

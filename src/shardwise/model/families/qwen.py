@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.model.config import ModelConfig
 from shardwise.model.families.common import llama_like
 from shardwise.model.families.family import Family
@@ -75,17 +76,9 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: ModelConfig) -> dict[str, Any]:
-    e = c.experts
-    assert e
-    return write_qwen(c) | {
-        "num_experts": e.count,
-        "num_experts_per_tok": e.active,
-        "moe_intermediate_size": e.ffn,
-        "norm_topk_prob": e.normalized,
-        "router_aux_loss_coef": e.balance_loss,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    keys = "num_experts=count num_experts_per_tok=active moe_intermediate_size=ffn norm_topk_prob=normalized"
+    experts = keyed(c.experts, f"{keys} router_aux_loss_coef=balance_loss")
+    return write_qwen(c) | experts | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 QWEN3_MOE = Family(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardwise.predict.time.pricing import Pricing
     from shardwise.predict.time.profiles import ENGINES, EngineProfile, engine
     from shardwise.predict.time.ranges import Range, time_range
-    from shardwise.predict.time.serving import ServedSeconds, ServingLayout, capacity, decode_step, prefill, throughput
+    from shardwise.predict.time.serving import ServedModel, ServedSeconds, ServingLayout
     from shardwise.predict.time.split import StepShape
     from shardwise.predict.time.step import StepSeconds, training_step
 
@@ -21,42 +21,16 @@ __all__ = [
     "Kernels",
     "Pricing",
     "Range",
+    "ServedModel",
     "ServedSeconds",
     "ServingLayout",
     "StepSeconds",
     "StepShape",
-    "capacity",
     "constants",
-    "decode_step",
     "engine",
     "known_devices",
-    "prefill",
-    "throughput",
     "time_range",
     "training_step",
 ]
 
-lazily(
-    __name__,
-    {
-        "Constants": "constants",
-        "ENGINES": "profiles",
-        "EngineProfile": "profiles",
-        "Kernels": "kernels",
-        "Pricing": "pricing",
-        "Range": "ranges",
-        "ServedSeconds": "serving",
-        "ServingLayout": "serving",
-        "StepSeconds": "step",
-        "StepShape": "split",
-        "capacity": "serving",
-        "constants": "constants",
-        "decode_step": "serving",
-        "engine": "profiles",
-        "known_devices": "constants",
-        "prefill": "serving",
-        "throughput": "serving",
-        "time_range": "ranges",
-        "training_step": "step",
-    },
-)
+lazily(__name__)

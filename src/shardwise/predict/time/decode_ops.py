@@ -8,8 +8,7 @@ from typing import NamedTuple
 from shardwise.layout.pipeline import stages
 from shardwise.layout.serving import plan_of
 from shardwise.predict.time.generation import DecodeStrategy
-from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.serving import PassSeconds, decode_products
+from shardwise.predict.time.serving import PassSeconds
 
 ATTENTION, SUM, EXCHANGE, FEED_FORWARD, GATHER, MESSAGE, HEAD, HOST, WAIT = (
     "attention", "sum", "exchange", "feed-forward", "gather", "message", "output head", "host",
@@ -41,10 +40,10 @@ class DecodeOp(NamedTuple):
 def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[DecodeOp]:
     """The pieces of `strategy.token(sequences, context)`, in order; the last one ends after its seconds. A gather may
     go on beside the arithmetic of the part before; other pieces follow each other."""
-    through, pricing, group = strategy.decoding(sequences, context)
-    block = _block(strategy, through, pricing, group)
+    through, group = strategy.decoding(sequences, context)
+    block = _block(strategy, through, group)
     if strategy.layout.stage == 3:
-        return _gathering(strategy, through, pricing, block)
+        return _gathering(strategy, through, block)
     found, now, layer = [], 0.0, 0
     counts = stages(strategy.model, strategy.layout).layers
     for stage, count in enumerate(counts):
@@ -53,7 +52,7 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
         if stage == len(counts) - 1:
             todo += [("head", HEAD, float(through.head)), ("", HOST, float(through.host))]
         if len(counts) > 1:
-            todo.append(("", MESSAGE, strategy.hop(group, pricing)))
+            todo.append(("", MESSAGE, strategy.hop(group)))
         for part, what, seconds in todo:
             found.append(DecodeOp(stage, part, what, now, seconds))
             now += seconds
@@ -61,10 +60,9 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
     return [piece for piece in [*found, DecodeOp(0, "", WAIT, now, rest)] if piece.seconds]
 
 
-def _block(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, group: int) -> Block:
+def _block(strategy: DecodeStrategy, through: PassSeconds, group: int) -> Block:
     """Seconds of a block by operation, in order. Each part counts one half of the memory-bound kernels."""
-    halves = decode_products(strategy.model, strategy.serving, group, strategy.engine, pricing)
-    projections, feed_forward = map(float, halves)
+    projections, feed_forward = map(float, strategy.served.decode_products(group))
     exchange = float(through.block.get("experts", 0.0))
     attention, memory, sums = (float(through.block[name]) for name in ("attention", "memory", "tensor"))
     return (
@@ -77,10 +75,10 @@ def _block(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, gro
     )
 
 
-def _gathering(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, block: Block) -> list[DecodeOp]:
+def _gathering(strategy: DecodeStrategy, through: PassSeconds, block: Block) -> list[DecodeOp]:
     """Part by part: what of its gather is not hidden, then its arithmetic, which the next part's gather slows."""
-    plan, slowed = plan_of(strategy.model, strategy.layout), pricing.constants.value("contention")
-    gathers = strategy.gathers(sum(seconds for _, seconds in block), pricing)
+    plan, slowed = plan_of(strategy.model, strategy.layout), strategy.pricing.constants.value("contention")
+    gathers = strategy.gathers(sum(seconds for _, seconds in block))
     found, now, before = [], 0.0, 0.0
     for part, gather, coming in zip(plan.parts, gathers, [*gathers[1:], None], strict=True):
         todo = {"block": block, "head": ((HEAD, float(through.head)),)}.get(plan.blueprint.kind(part), ())

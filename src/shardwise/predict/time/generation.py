@@ -7,7 +7,7 @@ other, with as many groups of sequences under way as there are stages (pipelines
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.serving import PassSeconds, ServingLayout, decode_pass, prefill_pass
+from shardwise.predict.time.serving import PassSeconds, ServedModel, ServingLayout
 from shardwise.predict.traffic.serving import steady_gathers
 
 SHORT = 2048
@@ -86,12 +86,18 @@ class DecodeStrategy:
     weights: str | None = None
     cache: str | None = None
 
-    @property
-    def serving(self) -> ServingLayout:
-        dtype = self.layout.dtype
-        layout = self.layout
-        cache = self.cache or dtype
-        return ServingLayout(self.weights or dtype, cache, layout.tp, 1, dtype, layout.ep, layout.expert_tp)
+    @cached_property
+    def served(self) -> ServedModel:
+        """The model on a stage's ranks."""
+        layout, dtype = self.layout, self.layout.dtype
+        serving = ServingLayout(
+            self.weights or dtype, self.cache or dtype, layout.tp, 1, dtype, layout.ep, layout.expert_tp
+        )
+        return ServedModel(self.model, serving, self.engine, self.pricing)
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        return pricing_for(self.cluster)
 
     def token(self, sequences: int, context: float) -> DecodeTime:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
@@ -100,64 +106,56 @@ class DecodeStrategy:
 
     def tokens(self, sequences: int, contexts: Sequence[int]) -> list[DecodeTime]:
         """`token` for each of `contexts`; what does not depend on the context is priced once."""
-        through, pricing, group = self.decoding(sequences, np.array(contexts, float))
-        coming = _coming(self.model, self.layout, pricing) if self.layout.stage == 3 else []
+        through, group = self.decoding(sequences, np.array(contexts, float))
+        coming = _coming(self.model, self.layout, self.pricing) if self.layout.stage == 3 else []
         varying = np.broadcast_arrays(through.block["attention"], through.host)
         passes = (
             replace(through, block={**through.block, "attention": seconds}, host=host)
             for seconds, host in zip(*(each.tolist() for each in varying), strict=True)
         )
-        return [self._decoded(sequences, one, pricing, group, coming) for one in passes]
+        return [self._decoded(sequences, one, group, coming) for one in passes]
 
-    def _decoded(
-        self, sequences: int, through: PassSeconds, pricing: Pricing, group: int, coming: Sequence[Coming] = ()
-    ) -> DecodeTime:
+    def _decoded(self, sequences: int, through: PassSeconds, group: int, coming: Sequence[Coming] = ()) -> DecodeTime:
         if self.layout.stage == 3:
-            return self._gathering(through, pricing, coming)
-        return self._staged(through, pricing, group, min(sequences_of(self.layout, sequences), self.layout.pp))
+            return self._gathering(through, coming)
+        return self._staged(through, group, min(sequences_of(self.layout, sequences), self.layout.pp))
 
-    def decoding(self, sequences: int, context: Any) -> tuple[PassSeconds, Pricing, int]:
-        """One pass of `token`, for one context or an array of them: its seconds, what priced them, and the sequences of
-        which it makes one token each."""
-        each = sequences_of(self.layout, sequences)
-        pricing, group = pricing_for(self.cluster), -(-each // self.layout.pp)
-        rows = rows_here(self.layout, group)
-        through = decode_pass(self.model, self.serving, rows, context, self.engine, pricing)
+    def decoding(self, sequences: int, context: Any) -> tuple[PassSeconds, int]:
+        """One pass of `token`, for one context or an array of them: its seconds, and the sequences of which it makes
+        one token each."""
+        group = -(-sequences_of(self.layout, sequences) // self.layout.pp)
+        through = self.served.decode_pass(rows_here(self.layout, group), context)
         if self.layout.cp > 1:  # all rows attend to the keys of each rank
-            keys = decode_pass(self.model, self.serving, group, context / self.layout.cp, self.engine, pricing)
-            through = self._over_context(through, keys.block["attention"], group, group, pricing)
-        return through, pricing, group
+            keys = self.served.decode_pass(group, context / self.layout.cp)
+            through = self._over_context(through, keys.block["attention"], group, group)
+        return through, group
 
     def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> DecodeTime:
         """Seconds to read a prompt of `tokens` tokens in chunks on each of `sequences`, up to its first new token."""
         each = sequences_of(self.layout, sequences)
-        pricing = pricing_for(self.cluster)
         pieces = -(-tokens // min(chunk, tokens))
-        through = self._chunk(tokens, pieces, each, pricing)
+        through = self._chunk(tokens, pieces, each)
         if self.layout.stage == 3:
-            one = self._gathering(through, pricing)
+            one = self._gathering(through)
             parts = {name: pieces * seconds for name, seconds in one.parts.items()}
             return DecodeTime(pieces * one.seconds, parts, pieces * one.gathers)
-        return self._filled(through, pricing, each * -(-tokens // pieces), pieces)
+        return self._filled(through, each * -(-tokens // pieces), pieces)
 
     def one_pass(self, tokens: float) -> DecodeTime:
         """Seconds of a single pass of `tokens` tokens of prompts on each data rank, all of them `SHORT` tokens long."""
-        pricing = pricing_for(self.cluster)
         prompts, each = max(1.0, tokens / SHORT), min(tokens, SHORT)
-        through = self._chunk(each, 1, prompts, pricing)
-        return self._gathering(through, pricing) if self.layout.stage == 3 else self._filled(through, pricing, 0, 1)
+        through = self._chunk(each, 1, prompts)
+        return self._gathering(through) if self.layout.stage == 3 else self._filled(through, 0, 1)
 
-    def _chunk(self, tokens: float, pieces: int, each: float, pricing: Pricing) -> PassSeconds:
+    def _chunk(self, tokens: float, pieces: int, each: float) -> PassSeconds:
         """One chunk's pass. Its attention is an equal part of the whole prompt's."""
-        whole, cp = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing), self.layout.cp
+        whole, cp = self.served.prefill_pass(each, tokens), self.layout.cp
         if pieces * cp == 1:
             return whole
-        one = prefill_pass(self.model, self.serving, each, tokens / pieces / cp, self.engine, pricing)
-        return self._over_context(one, whole.block["attention"] / pieces / cp, each * tokens / pieces, each, pricing)
+        one = self.served.prefill_pass(each, tokens / pieces / cp)
+        return self._over_context(one, whole.block["attention"] / pieces / cp, each * tokens / pieces, each)
 
-    def _over_context(
-        self, through: PassSeconds, attention: Any, tokens: float, sequences: float, pricing: Pricing
-    ) -> PassSeconds:
+    def _over_context(self, through: PassSeconds, attention: Any, tokens: float, sequences: float) -> PassSeconds:
         """A pass with these seconds of attention in each block, and with the collectives over cp for its `tokens`
         tokens. sequences: number of rows of logits."""
         model, tp, cp = self.model, self.layout.tp, self.layout.cp
@@ -167,7 +165,7 @@ class DecodeStrategy:
         shape = cache_shape(model, tp)
         gathered = tokens * (heads + shape.rows) * shape.width * width
         returned = tokens * heads * (shape.values + 1) * max(width, WIDTH["float32"])
-        price = pricing.collectives.seconds
+        price = self.pricing.collectives.seconds
         exchanges = price("all_gather_into", gathered, cp, tp) + price("all_to_all", returned, cp, tp)
         head = price("all_reduce", sequences * model.hidden * width, cp, tp)
         block = {**through.block, "attention": attention, "tensor": through.block["tensor"] + exchanges}
@@ -175,43 +173,43 @@ class DecodeStrategy:
 
     # -- how the strategies put it together
 
-    def _gathering(self, through: PassSeconds, pricing: Pricing, coming: Sequence[Coming] = ()) -> DecodeTime:
+    def _gathering(self, through: PassSeconds, coming: Sequence[Coming] = ()) -> DecodeTime:
         """While a part computes, the next one is gathered, where another slot is free for it: embedding and head share
         one, and so do the last two blocks where their number is even."""
-        found = self.gathers(float(sum(through.block.values())), pricing, coming)
+        found = self.gathers(float(sum(through.block.values())), coming)
         exposed, hidden = sum(one.exposed for one in found), sum(one.hidden for one in found)
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
-        parts["data"] = exposed + pricing.constants.value("contention") * hidden
+        parts["data"] = exposed + self.pricing.constants.value("contention") * hidden
         return DecodeTime(sum(parts.values()), parts, exposed + hidden)
 
-    def gathers(self, block: float, pricing: Pricing, coming: Sequence[Coming] = ()) -> list[Gathered]:
+    def gathers(self, block: float, coming: Sequence[Coming] = ()) -> list[Gathered]:
         """Gathers of a pass of `block` seconds a block, part by part. coming: priced already."""
         found = []
-        for part, seconds, free in coming or _coming(self.model, self.layout, pricing):
+        for part, seconds, free in coming or _coming(self.model, self.layout, self.pricing):
             hidden = min(seconds, block) if free else 0.0
             found.append(Gathered(part, seconds, max(seconds - block, 0.0) if free else seconds, hidden))
         return found
 
-    def _staged(self, through: PassSeconds, pricing: Pricing, group: int, lanes: int) -> DecodeTime:
+    def _staged(self, through: PassSeconds, group: int, lanes: int) -> DecodeTime:
         """A token goes through all stages; with several groups under way it waits for their turns, too, where the
         slowest stage takes longer for all of them than one takes for all stages."""
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         if self.layout.pp == 1:
             return DecodeTime(sum(parts.values()), parts)
-        hop = self.hop(group, pricing)
+        hop = self.hop(group)
         parts["pipeline"] = self.layout.pp * hop
         slowest = max(self._stage_seconds(through)) + hop
         parts["bubble"] = max(0.0, lanes * slowest - sum(parts.values()))
         return DecodeTime(sum(parts.values()), parts)
 
-    def _filled(self, through: PassSeconds, pricing: Pricing, tokens: int, pieces: int) -> DecodeTime:
+    def _filled(self, through: PassSeconds, tokens: int, pieces: int) -> DecodeTime:
         """Chunks one after the other; through stages, each follows on the one before. Time goes where the slowest stage
         spends it, which waits for the first chunk to come and for the last one to go on."""
         whole = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         if self.layout.pp == 1:
             parts = {name: pieces * seconds for name, seconds in whole.items()}
             return DecodeTime(sum(parts.values()), parts)
-        hop, slowest, once = self.hop(tokens, pricing), max(self._stage_seconds(through)), sum(whole.values())
+        hop, slowest, once = self.hop(tokens), max(self._stage_seconds(through)), sum(whole.values())
         seconds = once + (self.layout.pp - 1) * hop + (pieces - 1) * (slowest + hop)
         parts = {name: pieces * part * slowest / once for name, part in whole.items()}
         parts["pipeline"] = (self.layout.pp + pieces - 2) * hop
@@ -226,10 +224,10 @@ class DecodeStrategy:
         seconds[-1] += float(through.head + through.host)
         return seconds
 
-    def hop(self, tokens: int, pricing: Pricing) -> float:
+    def hop(self, tokens: int) -> float:
         """A message between stages; the last one's, a token id a sequence, is counted as if it were as long."""
         nbytes = tokens * self.model.hidden * WIDTH[self.layout.dtype]
-        return float(pricing.collectives.hop(nbytes, self.layout.tp * self.layout.cp * self.layout.dp))
+        return float(self.pricing.collectives.hop(nbytes, self.layout.tp * self.layout.cp * self.layout.dp))
 
 
 def _coming(model: ModelConfig, layout: Layout, pricing: Pricing) -> list[Coming]:

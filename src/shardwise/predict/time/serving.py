@@ -1,7 +1,7 @@
 """The time of serving: one decode step, one prefill, and the rate of a deployment that is never short of requests.
 
-`decode_step` and `prefill` take numbers or numpy arrays for the batch, the context and the degree `tp` (they
-broadcast). Weights and the cache may be narrower than 16 bits: `ServingLayout` names their types.
+`ServedModel` takes numbers or numpy arrays for the batch, the context and the degree `tp` (they broadcast). Weights
+and the cache may be narrower than 16 bits: `ServingLayout` names their types.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,35 +81,248 @@ class PassSeconds:
         return ServedSeconds(sum(parts.values()), parts)
 
 
-def decode_step(
-    model: ModelConfig, serving: ServingLayout, batch: Num, context: Num, engine: EngineProfile, pricing: Pricing
-) -> ServedSeconds:
-    """Seconds until each of `batch` sequences, of `context` tokens on average, has one more token."""
-    return decode_pass(model, serving, batch, context, engine, pricing).whole(model.layers)
+class _Products(NamedTuple):
+    """Linear layers of one shape in a block on one rank."""
+
+    wide: Num
+    """Outputs."""
+    deep: Num
+    """Inputs."""
+    copies: Num
+    """How many are read: of experts, those that have rows."""
+    rows: Num
+    """Of each."""
+    weights: str
+    """Their format."""
+    routing: Num | None = None
+    """Of experts, tokens whose experts are looked up; None for others."""
 
 
-def prefill(
-    model: ModelConfig, serving: ServingLayout, batch: Num, prompt: Num, engine: EngineProfile, pricing: Pricing
-) -> ServedSeconds:
-    """Seconds to read `batch` prompts of `prompt` tokens, up to their first new token."""
-    return prefill_pass(model, serving, batch, prompt, engine, pricing).whole(model.layers)
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as an engine serves it, on priced devices. Batches, contexts and prompts are numbers or arrays."""
 
+    model: ModelConfig
+    layout: ServingLayout
+    engine: EngineProfile
+    pricing: Pricing
 
-def decode_pass(
-    model: ModelConfig, serving: ServingLayout, batch: Num, context: Num, engine: EngineProfile, pricing: Pricing
-) -> PassSeconds:
-    """`decode_step`, part by part."""
-    known, rows = pricing.constants, captured(batch, engine)
-    block: dict[str, Num] = {"weights": sum(decode_products(model, serving, rows, engine, pricing))}
-    heads = model.vocab / (1 if engine.head_replicated else serving.tp)
-    head = _product(rows, heads, model.hidden, _head_type(serving, engine), engine, pricing)
-    seen = sum(share * np.minimum(window or np.inf, context) for window, share in _windows(model))
-    cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
-    block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
-    block["memory"] = _elementwise(model, serving, rows, engine, pricing)
-    block |= _between_ranks(model, serving, rows, engine, pricing)
-    host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
-    return PassSeconds(block, head, host + _walks(serving, engine) * batch * engine.request_s)
+    def decode_step(self, batch: Num, context: Num) -> ServedSeconds:
+        """Seconds until each of `batch` sequences, of `context` tokens on average, has one more token."""
+        return self.decode_pass(batch, context).whole(self.model.layers)
+
+    def prefill(self, batch: Num, prompt: Num) -> ServedSeconds:
+        """Seconds to read `batch` prompts of `prompt` tokens, up to their first new token."""
+        return self.prefill_pass(batch, prompt).whole(self.model.layers)
+
+    def decode_pass(self, batch: Num, context: Num) -> PassSeconds:
+        """`decode_step`, part by part."""
+        model, serving, engine, known = self.model, self.layout, self.engine, self.pricing.constants
+        rows = captured(batch, engine)
+        block: dict[str, Num] = {"weights": sum(self.decode_products(rows))}
+        heads = model.vocab / (1 if engine.head_replicated else serving.tp)
+        head = self._product(rows, heads, model.hidden, self._head_type)
+        seen = sum(share * np.minimum(window or np.inf, context) for window, share in _windows(model))
+        cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
+        block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
+        block["memory"] = self._elementwise(rows)
+        block |= self._between_ranks(rows)
+        host = 0.0 if engine.compiled else self._host(sum(block.values()) * model.layers)
+        return PassSeconds(block, head, host + self._walks * batch * engine.request_s)
+
+    def prefill_pass(self, batch: Num, prompt: Num) -> PassSeconds:
+        """`prefill`, part by part. The head's product with one row a prompt is left out."""
+        model, pricing, tokens = self.model, self.pricing, batch * prompt
+        block: dict[str, Num] = {"weights": 0.0}
+        for share, *halves in self._products(tokens):
+            seconds, others = self._grouped(list(chain(*halves)))
+            for wide, deep, copies, rows, weights, _ in others:
+                seconds = seconds + copies * pricing.kernels.matmul(rows, wide, deep, weight_format(weights).dtype)
+            block["weights"] = block["weights"] + share * seconds
+        heads, kv = model.heads / self.layout.tp, np.maximum(model.kv_heads / self.layout.tp, 1)
+        block["attention"] = sum(
+            share * _prompt_attention(batch, prompt, heads, kv, model.head_dim, window, pricing)
+            for window, share in _windows(model)
+        )
+        block["memory"] = self._elementwise(tokens)
+        block |= self._between_ranks(tokens)
+        return PassSeconds(block, 0.0, self._host(sum(block.values()) * model.layers))
+
+    def decode_products(self, batch: Num) -> tuple[Num, Num]:
+        """Seconds of a block's linear layers in `decode_pass`, the mean of all blocks: those of attention, and those of
+        the feed-forward part."""
+
+        def seconds(products: Sequence[_Products]) -> Num:
+            total, others = self._grouped(products)
+            for wide, deep, copies, rows, weights, _ in others:
+                # A compiled engine reads all experts of a product in one kernel.
+                at_once, times = (wide * copies, 1.0) if self.engine.compiled else (wide, copies)
+                total = total + times * self._product(rows, at_once, deep, weights)
+            return total
+
+        blocks = self._products(batch)
+        attention = sum(share * seconds(half) for share, half, _ in blocks)
+        return attention, sum(share * seconds(half) for share, _, half in blocks)
+
+    def capacity(self, length: int) -> int:
+        """Sequences of `length` tokens whose cache fits beside the weights of every stage. Raises `UserError` where not
+        even one does."""
+        model, engine, serving, device = self.model, self.engine, self.layout, self.pricing.cluster.device
+        memory = device.memory_bytes
+        assert memory
+        layout, most = Layout(tp=int(serving.tp), pp=int(serving.pp)), usual_sequences(engine, device)
+        fitting = most
+        for one in _stages(model, serving, length, engine):
+            taken = one.weights + engine_workspace(model, layout, one.head, engine, engine.most_tokens, most)
+            free = memory * engine.cache_share - taken if engine.cache_of_all else (memory - taken) * engine.cache_share
+            pages = -(-length // PAGE)
+            fitting = min(fitting, int(free // (one.page * pages))) if one.page else fitting
+        if fitting < 1:
+            raise UserError(
+                f"{model.name} with {length} tokens does not fit {self.pricing.cluster}: weights and one sequence"
+            )
+        return fitting
+
+    def throughput(self, prompt: int, output: int, requests: int) -> ServedSeconds:
+        """Seconds to serve `requests` equal requests that all wait at the start; output tokens/s are requests x output
+        over that.
+
+        As many as fit run at a time; equal lengths make them finish together, so they go in waves, of which the last is
+        smaller. A wave reads its prompts, then makes its tokens.
+        """
+        fitting = self.capacity(prompt + output)
+        waves, rest = divmod(requests, fitting)
+        parts: dict[str, float] = {}
+        for size, times in ((fitting, waves), (rest, 1)):
+            if size and times:
+                for name, seconds in self._wave(size, prompt, output).items():
+                    parts[name] = parts.get(name, 0.0) + times * float(seconds)
+        return ServedSeconds(sum(parts.values()), parts)
+
+    def requested(self, prompt: int, output: int, clients: float) -> RequestSeconds[ServedSeconds]:
+        """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for
+        the prompts ("prefill ...") and for the tokens after them ("decode ..."), and what the host takes beside
+        these."""
+        engine, serving, stages = self.engine, self.layout, int(self.layout.pp)
+        running = min(float(clients), float(self.capacity(prompt + output)))
+        group = max(1.0, running / stages)
+        together = min(group, max(1.0, engine.most_tokens / prompt))
+        alone, read = (self.prefill(size, prompt).parts for size in (1.0, together))
+        made = self.decode_step(group, prompt + output / 2).parts
+        busy = sum(map(float, read.values())) / together / stages
+        token, first = sum(map(float, made.values())), sum(map(float, alone.values()))
+        # An idle server has no pass beside which the host could prepare the prompt's.
+        waits = engine.host_overlap and running <= 1 and stages == 1
+        idle = self.pricing.constants.value("iteration_s") if waits else 0.0
+        loop = busy, running, clients, output, together
+        computed, whole = (
+            closed_loop(token, first, *loop), closed_loop(token, first + idle, *loop, engine.stream_s * serving.across)
+        )  # fmt: skip
+        # By part: the sequence's own tokens, and prompts, in the shares that each takes of both.
+        made_share, read_share = ({n: float(x) / sum(p.values()) for n, x in p.items()} for p in (made, read))
+        decoding = (0.0, token, (output - 1) * token)
+        return RequestSeconds(*(
+            ServedSeconds(
+                seconds,
+                {f"decode {n}": share * min(own, device) for n, share in made_share.items()}
+                | {f"prefill {n}": share * max(0.0, device - own) for n, share in read_share.items()}
+                | {"host": seconds - device},
+            )
+            for seconds, device, own in zip(map(float, whole), map(float, computed), decoding, strict=True)
+        ))  # fmt: skip
+
+    def _wave(self, size: int, prompt: int, output: int) -> Parts:
+        """Seconds of one wave by part. Stages of a pipeline work on a pp-th of it each, at the same time."""
+        group = max(1.0, size / int(self.layout.pp))
+        chunk = min(group, max(1.0, self.engine.most_tokens / prompt))
+        read, made = self.prefill(chunk, prompt), self.decode_step(group, prompt + output / 2)
+        parts = {f"prefill {name}": seconds * group / chunk for name, seconds in read.parts.items()}
+        return parts | {f"decode {name}": seconds * output for name, seconds in made.parts.items()}
+
+    def _host(self, device: Num) -> Num:
+        """Seconds for which a pass waits for the host. Each stage has a host of its own, which prepares a pass after
+        the stage before it has sent. device: seconds of the pass on the device."""
+        once, stages = self.pricing.constants.value("iteration_s"), np.asarray(self.layout.pp)
+        waited = np.maximum(once - device, 0.0) if self.engine.host_overlap else once + 0.0 * device
+        return np.where(stages == 1, waited, once * stages)
+
+    @property
+    def _walks(self) -> Num:
+        """How often hosts go through the requests of a group for one pass of it."""
+        # Each of p hosts goes through p groups.
+        return np.asarray(self.layout.pp) ** 2 if self.engine.stages_see_all else 1
+
+    def _between_ranks(self, tokens: Num) -> dict[str, Num]:
+        """Seconds of a block's collectives on a pass of `tokens` tokens: two sums over tp, and those of norms over all
+        heads; and, where experts are spread over ranks with other tokens, the exchange with these, the mean of all
+        blocks."""
+        model, serving, engine = self.model, self.layout, self.engine
+        statistics = blueprint(model).of_kind("block")[0].statistics
+        nbytes = tokens * model.hidden * WIDTH[serving.stream]
+
+        def price(nbytes: Num) -> Num:
+            return self.pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
+
+        parts = {"tensor": (2 * price(nbytes) + sum((price(4.0 * n * tokens) for n in statistics), 0.0))}
+        if model.experts is None or np.all(serving.across == 1):
+            return parts
+        places = np.where(np.asarray(serving.expert_tp) > 1, 1, np.gcd(serving.ep, serving.tp))
+        sizes = nbytes, serving.across, places, serving.tp
+        one = served_exchange_seconds(model.experts, *sizes, engine, self.pricing)
+        return parts | {"experts": max(0, model.layers - model.experts.dense_layers) / model.layers * one}
+
+    def _grouped(self, products: Sequence[_Products]) -> tuple[Num, Sequence[_Products]]:
+        """Seconds of routed experts in one launch, where the engine has one, and the other products."""
+        mine, known, weights = (
+            [o for o in products if o.routing is not None],
+            self.pricing.constants,
+            self.layout.weights,
+        )
+        if not mine or not self.engine.grouped_experts:
+            return 0.0, products
+        form = known.expert_form(self.engine.grouped_experts, weights)
+        first, sizes = mine[0], tuple((one.wide, one.deep) for one in mine)
+        assert first.routing is not None
+        rows = first.copies * first.rows
+        layer = RoutedLayer(first.routing, rows, first.copies, self.model.hidden, sizes, self.layout.ep)
+        return grouped_seconds(layer, weights, form, known), [one for one in products if one.routing is None]
+
+    def _products(self, tokens: Num) -> list[tuple[float, list[_Products], list[_Products]]]:
+        """(share of the blocks, attention's, the feed-forward part's) of the linear layers of each kind of block.
+        Routers are left out where the engine launches experts one by one."""
+        found = []
+        taken = ("linear", "router") if self.engine.grouped_experts else ("linear",)
+        for part, count in blueprint(self.model).distinct_blocks:
+            kinds = [operation.kind for operation in part.operations]
+            core = kinds.index("attention")
+            last = core + kinds[core:].index("linear")
+            attention, feed_forward = (
+                [_on_rank(op, self.layout, tokens) for op in half if isinstance(op, LinearOp) and op.kind in taken]
+                for half in (part.operations[: last + 1], part.operations[last + 1 :])
+            )
+            found.append((count / self.model.layers, attention, feed_forward))
+        return found
+
+    def _product(self, batch: Num, wide: Num, deep: Num, weights: str) -> Num:
+        """Seconds of a linear layer on few tokens: reading its weights, or the product where that takes longer."""
+        known, stored = self.pricing.constants, weight_format(weights)
+        if not self.engine.compiled:
+            return self.pricing.kernels.matmul(batch, wide, deep, stored.dtype)
+        share = known.value(f"gemv_{stored.dtype}")
+        launches = 2 if stored.dtype == "int8" and self.engine.scales_apart else 1
+        return wide * deep * stored.width / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
+
+    @property
+    def _head_type(self) -> str:
+        weights = self.layout.weights
+        return weights if self.engine.head_quantised or weight_format(weights).each > 2 else "bf16"
+
+    def _elementwise(self, tokens: Num) -> Num:
+        """Norms, rotation, cache update, activation of one block: bytes and kernels."""
+        model, known, engine = self.model, self.pricing.constants, self.engine
+        opened = _opened(model, bool(engine.grouped_experts))
+        moved = tokens * 2.0 * (8 * model.hidden + (3 * opened + 4 * model.q_width) / self.layout.tp)
+        return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
 
 
 def captured(batch: Num, engine: EngineProfile) -> Num:
@@ -118,60 +331,6 @@ def captured(batch: Num, engine: EngineProfile) -> Num:
     sizes = np.array([*engine.graph_sizes, np.inf])
     padded = sizes[np.searchsorted(sizes, batch)]
     return np.where(np.isinf(padded), batch, padded)
-
-
-def decode_products(
-    model: ModelConfig, serving: ServingLayout, batch: Num, engine: EngineProfile, pricing: Pricing
-) -> tuple[Num, Num]:
-    """Seconds of a block's linear layers in `decode_pass`, the mean of all blocks: those of attention, and those of the
-    feed-forward part."""
-
-    def seconds(products: Sequence[_Products]) -> Num:
-        total, others = _grouped(products, model, serving, engine, pricing)
-        for wide, deep, copies, rows, weights, _ in others:
-            # A compiled engine reads all experts of a product in one kernel.
-            at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-            total = total + times * _product(rows, at_once, deep, weights, engine, pricing)
-        return total
-
-    blocks = _products(model, serving, batch, engine)
-    attention = sum(share * seconds(half) for share, half, _ in blocks)
-    return attention, sum(share * seconds(half) for share, _, half in blocks)
-
-
-def prefill_pass(
-    model: ModelConfig, serving: ServingLayout, batch: Num, prompt: Num, engine: EngineProfile, pricing: Pricing
-) -> PassSeconds:
-    """`prefill`, part by part. The head's product with one row a prompt is left out."""
-    tokens = batch * prompt
-    block: dict[str, Num] = {"weights": 0.0}
-    for share, *halves in _products(model, serving, tokens, engine):
-        seconds, others = _grouped(list(chain(*halves)), model, serving, engine, pricing)
-        for wide, deep, copies, rows, weights, _ in others:
-            seconds = seconds + copies * pricing.kernels.matmul(rows, wide, deep, weight_format(weights).dtype)
-        block["weights"] = block["weights"] + share * seconds
-    heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
-    block["attention"] = sum(
-        share * _prompt_attention(batch, prompt, heads, kv, model.head_dim, window, pricing)
-        for window, share in _windows(model)
-    )
-    block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
-    block |= _between_ranks(model, serving, tokens, engine, pricing)
-    return PassSeconds(block, 0.0, _host(sum(block.values()) * model.layers, serving, engine, pricing))
-
-
-def _host(device: Num, serving: ServingLayout, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Seconds for which a pass waits for the host. Each stage has a host of its own, which prepares a pass after the
-    stage before it has sent. device: seconds of the pass on the device."""
-    once, stages = pricing.constants.value("iteration_s"), np.asarray(serving.pp)
-    waited = np.maximum(once - device, 0.0) if engine.host_overlap else once + 0.0 * device
-    return np.where(stages == 1, waited, once * stages)
-
-
-def _walks(serving: ServingLayout, engine: EngineProfile) -> Num:
-    """How often hosts go through the requests of a group for one pass of it."""
-    # Each of p hosts goes through p groups.
-    return np.asarray(serving.pp) ** 2 if engine.stages_see_all else 1
 
 
 def _windows(model: ModelConfig) -> list[tuple[int, float]]:
@@ -211,182 +370,6 @@ def _stages(model: ModelConfig, serving: ServingLayout, length: int, engine: Eng
     return stage_bytes(model, layout, setup)
 
 
-def capacity(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile, pricing: Pricing) -> int:
-    """Sequences of `length` tokens whose cache fits beside the weights of every stage. Raises `UserError` where not
-    even one does."""
-    memory = pricing.cluster.device.memory_bytes
-    assert memory
-    layout, most = Layout(tp=int(serving.tp), pp=int(serving.pp)), usual_sequences(engine, pricing.cluster.device)
-    fitting = most
-    for one in _stages(model, serving, length, engine):
-        taken = one.weights + engine_workspace(model, layout, one.head, engine, engine.most_tokens, most)
-        free = memory * engine.cache_share - taken if engine.cache_of_all else (memory - taken) * engine.cache_share
-        pages = -(-length // PAGE)
-        fitting = min(fitting, int(free // (one.page * pages))) if one.page else fitting
-    if fitting < 1:
-        raise UserError(f"{model.name} with {length} tokens does not fit {pricing.cluster}: weights and one sequence")
-    return fitting
-
-
-def throughput(
-    model: ModelConfig,
-    serving: ServingLayout,
-    prompt: int,
-    output: int,
-    requests: int,
-    engine: EngineProfile,
-    pricing: Pricing,
-) -> ServedSeconds:
-    """Seconds to serve `requests` equal requests that all wait at the start; output tokens/s are requests x output
-    over that.
-
-    As many as fit run at a time; equal lengths make them finish together, so they go in waves, of which the last is
-    smaller. A wave reads its prompts, then makes its tokens.
-    """
-    fitting = capacity(model, serving, prompt + output, engine, pricing)
-    waves, rest = divmod(requests, fitting)
-    parts: dict[str, float] = {}
-    for size, times in ((fitting, waves), (rest, 1)):
-        if size and times:
-            for name, seconds in _wave(model, serving, size, prompt, output, engine, pricing).items():
-                parts[name] = parts.get(name, 0.0) + times * float(seconds)
-    return ServedSeconds(sum(parts.values()), parts)
-
-
-def requested(
-    model: ModelConfig,
-    serving: ServingLayout,
-    prompt: int,
-    output: int,
-    clients: float,
-    engine: EngineProfile,
-    pricing: Pricing,
-) -> RequestSeconds[ServedSeconds]:
-    """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for the
-    prompts ("prefill ...") and for the tokens after them ("decode ..."), and what the host takes beside these."""
-    running = min(float(clients), float(capacity(model, serving, prompt + output, engine, pricing)))
-    stages = int(serving.pp)
-    group = max(1.0, running / stages)
-    together = min(group, max(1.0, engine.most_tokens / prompt))
-    alone, read = (prefill(model, serving, size, prompt, engine, pricing).parts for size in (1.0, together))
-    made = decode_step(model, serving, group, prompt + output / 2, engine, pricing).parts
-    busy = sum(map(float, read.values())) / together / stages
-    token, first = sum(map(float, made.values())), sum(map(float, alone.values()))
-    # An idle server has no pass beside which the host could prepare the prompt's.
-    idle = pricing.constants.value("iteration_s") if engine.host_overlap and running <= 1 and stages == 1 else 0.0
-    loop = busy, running, clients, output, together
-    computed, whole = (
-        closed_loop(token, first, *loop), closed_loop(token, first + idle, *loop, engine.stream_s * serving.across)
-    )  # fmt: skip
-    # By part: the sequence's own tokens, and prompts, in the shares that each takes of both.
-    made_share, read_share = ({n: float(x) / sum(p.values()) for n, x in p.items()} for p in (made, read))
-    decoding = (0.0, token, (output - 1) * token)
-    return RequestSeconds(*(
-        ServedSeconds(
-            seconds,
-            {f"decode {n}": share * min(own, device) for n, share in made_share.items()}
-            | {f"prefill {n}": share * max(0.0, device - own) for n, share in read_share.items()}
-            | {"host": seconds - device},
-        )
-        for seconds, device, own in zip(map(float, whole), map(float, computed), decoding, strict=True)
-    ))  # fmt: skip
-
-
-def _wave(
-    model: ModelConfig,
-    serving: ServingLayout,
-    size: int,
-    prompt: int,
-    output: int,
-    engine: EngineProfile,
-    pricing: Pricing,
-) -> Parts:
-    """Seconds of one wave by part. Stages of a pipeline work on a pp-th of it each, at the same time."""
-    stages = int(serving.pp)
-    group = max(1.0, size / stages)
-    chunk = min(group, max(1.0, engine.most_tokens / prompt))
-    read = prefill(model, serving, chunk, prompt, engine, pricing)
-    made = decode_step(model, serving, group, prompt + output / 2, engine, pricing)
-    parts = {f"prefill {name}": seconds * group / chunk for name, seconds in read.parts.items()}
-    return parts | {f"decode {name}": seconds * output for name, seconds in made.parts.items()}
-
-
-def sum_seconds(
-    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
-) -> Num:
-    """Seconds of one all-reduce over tp on a pass of `tokens` tokens. A block has two."""
-    nbytes = tokens * model.hidden * WIDTH[serving.stream]
-    return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
-
-
-def _between_ranks(
-    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
-) -> dict[str, Num]:
-    """Seconds of a block's collectives: sums over tp; and, where experts are spread over ranks with other tokens, the
-    exchange with these, the mean of all blocks."""
-    # Seconds of a block's sums over tp, those of norms over all heads included.
-    price, statistics = pricing.collectives.seconds, blueprint(model).of_kind("block")[0].statistics
-    sums = (price("all_reduce", 4.0 * n * tokens, serving.tp, reads_peers=engine.reads_peers) for n in statistics)
-    parts = {"tensor": (2 * sum_seconds(model, serving, tokens, engine, pricing) + sum(sums, 0.0))}
-    if model.experts is None or np.all(serving.across == 1):
-        return parts
-    places = np.where(np.asarray(serving.expert_tp) > 1, 1, np.gcd(serving.ep, serving.tp))
-    nbytes = tokens * model.hidden * WIDTH[serving.stream]
-    one = served_exchange_seconds(model.experts, nbytes, serving.across, places, serving.tp, engine, pricing)
-    return parts | {"experts": max(0, model.layers - model.experts.dense_layers) / model.layers * one}
-
-
-class _Products(NamedTuple):
-    """Linear layers of one shape in a block on one rank."""
-
-    wide: Num
-    """Outputs."""
-    deep: Num
-    """Inputs."""
-    copies: Num
-    """How many are read: of experts, those that have rows."""
-    rows: Num
-    """Of each."""
-    weights: str
-    """Their format."""
-    routing: Num | None = None
-    """Of experts, tokens whose experts are looked up; None for others."""
-
-
-def _grouped(
-    products: Sequence[_Products], model: ModelConfig, serving: ServingLayout, engine: EngineProfile, pricing: Pricing
-) -> tuple[Num, Sequence[_Products]]:
-    """Seconds of routed experts in one launch, where the engine has one, and the other products."""
-    mine = [one for one in products if one.routing is not None]
-    if not mine or not engine.grouped_experts:
-        return 0.0, products
-    form = pricing.constants.expert_form(engine.grouped_experts, serving.weights)
-    first, sizes = mine[0], tuple((one.wide, one.deep) for one in mine)
-    assert first.routing is not None
-    layer = RoutedLayer(first.routing, first.copies * first.rows, first.copies, model.hidden, sizes, serving.ep)
-    seconds = grouped_seconds(layer, serving.weights, form, pricing.constants)
-    return seconds, [one for one in products if one.routing is None]
-
-
-def _products(
-    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile
-) -> list[tuple[float, list[_Products], list[_Products]]]:
-    """(share of the blocks, attention's, the feed-forward part's) of the linear layers of each kind of block. Routers
-    are left out where the engine launches experts one by one."""
-    found = []
-    taken = ("linear", "router") if engine.grouped_experts else ("linear",)
-    for part, count in blueprint(model).distinct_blocks:
-        kinds = [operation.kind for operation in part.operations]
-        core = kinds.index("attention")
-        last = core + kinds[core:].index("linear")
-        attention, feed_forward = (
-            [_on_rank(op, serving, tokens) for op in half if isinstance(op, LinearOp) and op.kind in taken]
-            for half in (part.operations[: last + 1], part.operations[last + 1 :])
-        )
-        found.append((count / model.layers, attention, feed_forward))
-    return found
-
-
 def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Products:
     """The products of an operation. Experts are read by the tokens of all ranks across which they are."""
     tp: Num = serving.tp
@@ -402,30 +385,6 @@ def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Produ
         rows = np.maximum(routing * operation.active * here / operation.count / copies, 1.0)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
     return _Products(wide, on_rank(operation.inputs, tp), copies, rows, weights, routing)
-
-
-def _product(batch: Num, wide: Num, deep: Num, weights: str, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Seconds of a linear layer on few tokens: reading its weights, or the product where that takes longer."""
-    known, stored = pricing.constants, weight_format(weights)
-    if not engine.compiled:
-        return pricing.kernels.matmul(batch, wide, deep, stored.dtype)
-    share = known.value(f"gemv_{stored.dtype}")
-    launches = 2 if stored.dtype == "int8" and engine.scales_apart else 1
-    return wide * deep * stored.width / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
-
-
-def _head_type(serving: ServingLayout, engine: EngineProfile) -> str:
-    return serving.weights if engine.head_quantised or weight_format(serving.weights).each > 2 else "bf16"
-
-
-def _elementwise(
-    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
-) -> Num:
-    """Norms, rotation, cache update, activation of one block: bytes and kernels."""
-    opened = _opened(model, bool(engine.grouped_experts))
-    moved = tokens * 2.0 * (8 * model.hidden + (3 * opened + 4 * model.q_width) / serving.tp)
-    known = pricing.constants
-    return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
 
 
 def _opened(model: ModelConfig, grouped: bool) -> float:

@@ -6,7 +6,7 @@ the split, and worth keeping between calls: a `Pricing` for a cluster.
 
 A step is made of three parts that depend on less than the whole split, so that whoever prices millions of candidates
 need compute each of them a few times only: the `Pieces` of a micro-batch (`pieces.py`), the `Traffic` of the data ranks
-and the pipeline (`traffic.py`), and what follows from both with a few dozen operations on arrays (`step_parts`).
+and the pipeline (`traffic.py`), and what follows from both with a few dozen operations on arrays (`PricedStep`).
 """
 
 from collections.abc import Mapping
@@ -63,9 +63,8 @@ def training_step(model: Model, split: StepShape, engine: EngineProfile, pricing
     `UserError` for a schedule that is none of `SCHEDULES`."""
     found = pieces(model, split, engine, pricing)
     share = bubble_share(split.schedule, split.pp, split.micro_batches, split.virtual, found)
-    sent = traffic(model, split, engine, pricing)
-    parts = _on_device(model, split, engine, pricing, found, sent, share)
-    away = _offload(model, split, engine, pricing, parts)
+    step = PricedStep(model, split, engine, pricing, found, traffic(model, split, engine, pricing), share)
+    away = step.offload(parts := step.on_device())
     device = sum(parts.values())
     if away is None:
         return StepSeconds(device, parts)
@@ -86,69 +85,181 @@ def link_seconds(model: Model, split: StepShape, engine: EngineProfile, pricing:
     )  # fmt: skip
     alone = pricing.unhidden()
     found, sent = pieces(model, split, bare, alone), traffic(model, split, bare, alone)
-    parts = _on_device(model, split, bare, alone, found, sent, 1.0)
+    parts = PricedStep(model, split, bare, alone, found, sent, 1.0).on_device()
     return {name: parts[name] for name in LINKS}
 
 
-def step_parts(
-    model: Model,
-    split: StepShape,
-    engine: EngineProfile,
-    pricing: Pricing,
-    found: Pieces,
-    sent: Traffic,
-    share: Num,
-) -> Parts:
-    """Seconds of a step by part, from what `pieces`, `traffic` and `bubble_share` found for the same split. `found` may
+@dataclass(frozen=True)
+class PricedStep:
+    """A step in closed form, from what `pieces`, `traffic` and `bubble_share` found for the same split. `found` may
     come with its kinds of computation added up (`Pieces.joined`); then so are the parts."""
-    parts = _on_device(model, split, engine, pricing, found, sent, share)
-    away = _offload(model, split, engine, pricing, parts)
-    return parts if away is None else parts | {"offload": away.exposed}
 
+    model: Model
+    split: StepShape
+    engine: EngineProfile
+    pricing: Pricing
+    found: Pieces
+    sent: Traffic
+    share: Num
+    """Result of `bubble_share`."""
 
-def _on_device(
-    model: Model,
-    split: StepShape,
-    engine: EngineProfile,
-    pricing: Pricing,
-    found: Pieces,
-    sent: Traffic,
-    share: Num,
-) -> Parts:
-    """All parts but offloading."""
-    micro, fill = _stages(model, split, engine, pricing, found, sent, share)
-    parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
-    parts["bubble"] = fill
-    # Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill.
-    steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
-    parts["pipeline"] = np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
-    # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp micro-batches.
-    rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
-    window = total(micro, "experts") * 2 / 3 * rounds
-    parts["data"] = parts["data"] + _reduced(model, split, engine, pricing, sent, window)
-    wide = split.dtype if split.dtype == "float32" else "bfloat16"
-    numel = _updated(model, split, engine) * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
-    saved = update_bytes(DEFAULT) - update_bytes(split.optimizer)
-    update = pricing.kernels.pass_over(numel * (engine.optimizer_bytes - saved), "optimizer", wide)
-    parts["optimizer"] = update + pricing.constants.value("step_s")
-    return parts
+    def parts(self) -> Parts:
+        """Seconds by part."""
+        parts = self.on_device()
+        away = self.offload(parts)
+        return parts if away is None else parts | {"offload": away.exposed}
 
+    def on_device(self) -> Parts:
+        """All parts but offloading."""
+        split, engine, sent = self.split, self.engine, self.sent
+        micro, fill = self._stages()
+        parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
+        parts["bubble"] = fill
+        # Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill.
+        steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
+        parts["pipeline"] = np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
+        # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp
+        # micro-batches.
+        rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
+        window = total(micro, "experts") * 2 / 3 * rounds
+        parts["data"] = parts["data"] + self._reduced(window)
+        wide = split.dtype if split.dtype == "float32" else "bfloat16"
+        numel = self._updated() * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
+        saved = update_bytes(DEFAULT) - update_bytes(split.optimizer)
+        update = self.pricing.kernels.pass_over(numel * (engine.optimizer_bytes - saved), "optimizer", wide)
+        parts["optimizer"] = update + self.pricing.constants.value("step_s")
+        return parts
 
-def _offload(
-    model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts
-) -> OffloadSeconds | None:
-    """What is offloaded, beside the blocks' parts of the step; None where nothing is."""
-    if not offloads(split):
-        return None
-    inside = ("matmul", "attention", "memory", "host", "tensor", "experts")
-    micro = sum(parts[name] for name in inside if name in parts) / split.micro_batches
-    shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    tables = table_parameters(model, split, engine) / shards
-    elements = Sharded(_updated(model, split, engine) - tables, tables)
-    count = _gathers(model, split, engine)
-    gathers = Sharded(count, np.minimum(count, 1.0))
-    layers = model.layers / np.asarray(split.pp)
-    return offload_seconds(split, pricing.host, elements, gathers, layers, micro)
+    def offload(self, parts: Parts) -> OffloadSeconds | None:
+        """What is offloaded, beside the blocks' parts of the step; None where nothing is."""
+        split = self.split
+        if not offloads(split):
+            return None
+        inside = ("matmul", "attention", "memory", "host", "tensor", "experts")
+        micro = sum(parts[name] for name in inside if name in parts) / split.micro_batches
+        shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
+        tables = table_parameters(self.model, split, self.engine) / shards
+        elements, count = Sharded(self._updated() - tables, tables), self._gathers()
+        gathers, layers = Sharded(count, np.minimum(count, 1.0)), self.model.layers / np.asarray(split.pp)
+        return offload_seconds(split, self.pricing.host, elements, gathers, layers, micro)
+
+    def _stages(self) -> tuple[Parts, Num]:
+        """One micro-batch on the stage that takes longest, by part; and the seconds in which it has nothing to do."""
+        model, split, found = self.model, self.split, self.found
+        chunks = split.pp * split.virtual
+        even = np.asarray(model.layers) % chunks == 0
+        held = np.where(even, model.layers / split.pp, np.ceil((model.layers + 2) / chunks) * split.virtual)
+        # Where layers do not divide, embedding and head take the place of a layer each (Megatron-Core,
+        # --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split).
+        most, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
+        per_block = found.block | {"data": self._sharded(total(found.block, "host"))}
+        per_block["gradients"], of_table = self._added()
+        one, loss = total(per_block, "host"), total(found.last, "host") + of_table
+        alone = np.asarray(split.pp) == 1
+        tail = (with_head * one + loss >= most * one) | alone
+        layers = np.where(tail, with_head, most)
+        busiest: dict[str, Num] = {
+            name: layers * per_block[name]
+            + np.where(tail, found.last.get(name, 0.0), 0.0)
+            + np.where(alone, found.first.get(name, 0.0), 0.0)
+            for name in per_block
+        }
+        busiest["host"] = self._host(busiest.pop("host"), busiest)
+        busiest["gradients"] = busiest["gradients"] + of_table * np.where(alone, 1 + (not model.tied), 1.0 * tail)
+        through = model.layers * one + loss + total(found.first, "host") + of_table
+        all_of_it = total(busiest)
+        ratio = all_of_it / (all_of_it - busiest["host"])
+        fill = np.maximum(through * ratio - all_of_it, 0.0) * self.share
+        table = self._table()
+        busiest["data"] = busiest["data"] + table * (1.0 * tail + alone)
+        # Of both ends' tables, the fill waits for those that are not on the busiest stage.
+        return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
+
+    def _gathers(self) -> Num:
+        """Gathers of a block at stage 3 per micro-batch: for both its passes, or once in a step."""
+        split, engine = self.split, self.engine
+        alone = np.asarray(split.pp) == 1
+        once = engine.gathers_by_stage & ~alone
+        last = engine.keeps_last & alone  # one block of all is still there for its backward pass
+        times: Num = 1.0
+        if engine.resident_stages:
+            rounds = split.micro_batches / np.asarray(split.pp)
+            times = gathers_of_a_stage(np.asarray(split.virtual), rounds, engine.resident_stages)
+        return np.where(once, times / np.asarray(split.micro_batches), 2.0 - last / self.model.layers)
+
+    def _table(self) -> Num:
+        """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered
+        once a micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
+        if self.engine.gather_overlap and self.engine.grad_overlap:
+            return 0.0
+        sent, gathers = self.sent, np.minimum(self._gathers(), 1.0)
+        nearer = (sent.table_gather - sent.table_again) * (gathers - 1 / np.asarray(self.split.micro_batches))
+        return sent.table_gather * gathers - nearer + sent.table_reduce
+
+    def _host(self, called: Num, parts: Parts) -> Num:
+        """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
+        start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core.
+        called: seconds of the host for the launches. parts: of the micro-batch, without these."""
+        split, engine, pricing, busy = self.split, self.engine, self.pricing, total(parts)
+        if engine.graphs and ("experts" in engine.captured or not self.model.experts):
+            return 0.0 * busy
+        hops = np.where(np.asarray(split.pp) > 1, engine.pipeline_launches, 0)
+        waiting = _meeting(called + hops * pricing.constants.value("launch_s"), busy) - busy
+        return waiting + core_wait(split, pricing) * (busy - np.where(leaves_node(split, pricing), parts["data"], 0.0))
+
+    def _reduced(self, window: Num) -> Num:
+        """Exposed seconds of gradients' reduction and parameters' gathering over the data ranks, but for stage 3's
+        blocks (`_sharded`). window: the seconds of a micro-batch's backward pass."""
+        split, engine, sent = self.split, self.engine, self.sent
+        first = 1 / np.maximum(self.model.layers / split.pp, 1)
+        contention = self.pricing.constants.value("contention")
+
+        def exposed(seconds: Num, beside: Num, overlap: bool) -> Num:
+            if not overlap:
+                return seconds
+            return np.maximum(seconds * first, seconds - beside) + contention * np.minimum(seconds, beside)
+
+        # Stage 2 keeps shards of gradients alone: it reduces those of every micro-batch.
+        earlier = np.where(np.asarray(split.zero) == 2, split.micro_batches - 1, 0)
+        beside = engine.gather_overlap and not engine.gathers_at_end
+        last = exposed(sent.reduce + sent.replicas, window, engine.grad_overlap)
+        before = earlier * exposed(sent.reduce, window, engine.grad_overlap)
+        return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
+
+    def _added(self) -> tuple[Num, Num]:
+        """Seconds of adding up gradients in a micro-batch, (of a block, of a vocabulary's table)."""
+        model, split, layers = self.model, self.split, self.model.layers
+        blocks, routed = block_parameters(model, split)
+        shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
+        of_shard, table = blocks / shards + routed / split.expert_shard, trained_table(model, split, self.engine)
+        known = split, self.engine, self.pricing
+        of_block = added_seconds((blocks + routed) / layers, of_shard / layers, *known)
+        return of_block, added_seconds(table, table / shards, *known)
+
+    def _sharded(self, busy: Num) -> Num:
+        """ZeRO-3, one block of one micro-batch: its gathers and a reduce-scatter beside `busy` seconds of computation.
+
+        The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
+        """
+        split, engine, sent = self.split, self.engine, self.sent
+        if not np.any(np.asarray(split.zero) == 3):
+            return 0.0 * busy
+        # Under hpz all gathers but the first one of a step are among few ranks.
+        count, reduce = self._gathers(), sent.unit_reduce
+        nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(split.micro_batches))
+        gathers = count * sent.unit_gather - nearer
+        beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
+        alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
+        ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / self.model.layers
+        copies = count * sent.unit_copies[0] + sent.unit_copies[1]
+        exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
+        return exposed + self.pricing.constants.value("contention") * np.minimum(beside, busy)
+
+    def _updated(self) -> Num:
+        """Parameters of the busiest rank that its optimizer updates: of its shard."""
+        dense, routed = held_parameters(self.model, self.split, self.engine)
+        numel = dense / np.where(np.asarray(self.split.zero) > 0, self.split.shard, 1)
+        return numel + routed / self.split.expert_shard
 
 
 def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> Num:
@@ -172,158 +283,13 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
     return np.where(holds, share, 1.0)
 
 
-def _stages(
-    model: Model,
-    split: StepShape,
-    engine: EngineProfile,
-    pricing: Pricing,
-    found: Pieces,
-    sent: Traffic,
-    share: Num,
-) -> tuple[Parts, Num]:
-    """One micro-batch on the stage that takes longest, by part; and the seconds in which it has nothing to do."""
-    chunks = split.pp * split.virtual
-    even = np.asarray(model.layers) % chunks == 0
-    held = np.where(even, model.layers / split.pp, np.ceil((model.layers + 2) / chunks) * split.virtual)
-    # Where layers do not divide, embedding and head take the place of a layer each (Megatron-Core,
-    # --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split).
-    most, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
-    per_block = found.block | {"data": _sharded(model, split, engine, pricing, sent, total(found.block, "host"))}
-    per_block["gradients"], of_table = _added(model, split, engine, pricing)
-    one, loss = total(per_block, "host"), total(found.last, "host") + of_table
-    alone = np.asarray(split.pp) == 1
-    tail = (with_head * one + loss >= most * one) | alone
-    layers = np.where(tail, with_head, most)
-    busiest: dict[str, Num] = {
-        name: layers * per_block[name]
-        + np.where(tail, found.last.get(name, 0.0), 0.0)
-        + np.where(alone, found.first.get(name, 0.0), 0.0)
-        for name in per_block
-    }
-    busiest["host"] = _host(model, busiest.pop("host"), split, engine, pricing, busiest)
-    busiest["gradients"] = busiest["gradients"] + of_table * np.where(alone, 1 + (not model.tied), 1.0 * tail)
-    through = model.layers * one + loss + total(found.first, "host") + of_table
-    all_of_it = total(busiest)
-    ratio = all_of_it / (all_of_it - busiest["host"])
-    fill = np.maximum(through * ratio - all_of_it, 0.0) * share
-    table = _table(model, split, engine, sent)
-    busiest["data"] = busiest["data"] + table * (1.0 * tail + alone)
-    # Of both ends' tables, the fill waits for those that are not on the busiest stage.
-    return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
-
-
-def _gathers(model: Model, split: StepShape, engine: EngineProfile) -> Num:
-    """Gathers of a block at stage 3 per micro-batch: for both its passes, or once in a step."""
-    alone = np.asarray(split.pp) == 1
-    once = engine.gathers_by_stage & ~alone
-    last = engine.keeps_last & alone  # one block of all is still there for its backward pass
-    times: Num = 1.0
-    if engine.resident_stages:
-        rounds = split.micro_batches / np.asarray(split.pp)
-        times = gathers_of_a_stage(np.asarray(split.virtual), rounds, engine.resident_stages)
-    return np.where(once, times / np.asarray(split.micro_batches), 2.0 - last / model.layers)
-
-
-def _table(model: Model, split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
-    """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered once a
-    micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
-    if engine.gather_overlap and engine.grad_overlap:
-        return 0.0
-    gathers = np.minimum(_gathers(model, split, engine), 1.0)
-    nearer = (sent.table_gather - sent.table_again) * (gathers - 1 / np.asarray(split.micro_batches))
-    return sent.table_gather * gathers - nearer + sent.table_reduce
-
-
 def _narrow(array: Num) -> Num:
     """One number where all are equal: what is computed from it need not be as large."""
     array = np.asarray(array)
     return array.flat[0] if array.size and (array == array.flat[0]).all() else array
 
 
-def _host(model: Model, called: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts) -> Num:
-    """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
-    start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core.
-    called: seconds of the host for the launches. parts: of the micro-batch, without these."""
-    busy = total(parts)
-    if engine.graphs and ("experts" in engine.captured or not model.experts):
-        return 0.0 * busy
-    hops = np.where(np.asarray(split.pp) > 1, engine.pipeline_launches, 0)
-    waiting = _meeting(called + hops * pricing.constants.value("launch_s"), busy) - busy
-    return waiting + core_wait(split, pricing) * (busy - np.where(leaves_node(split, pricing), parts["data"], 0.0))
-
-
 def _meeting(host: Num, device: Num) -> Num:
     """The longer of two, and a fifth more where both take as long: each waits for the other at times. How sharply the
     longer one decides, (a^4 + b^4)^(1/4), was fitted on eager runs near that point (docs/prediction.md)."""
     return np.sqrt(np.sqrt((host * host) ** 2 + (device * device) ** 2))
-
-
-def _reduced(
-    model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, window: Num
-) -> Num:
-    """Exposed seconds of gradients' reduction and parameters' gathering over the data ranks, but for stage 3's blocks
-    (`_sharded`). window: the seconds of a micro-batch's backward pass."""
-    first = 1 / np.maximum(model.layers / split.pp, 1)
-    contention = pricing.constants.value("contention")
-
-    def exposed(seconds: Num, beside: Num, overlap: bool) -> Num:
-        if not overlap:
-            return seconds
-        return np.maximum(seconds * first, seconds - beside) + contention * np.minimum(seconds, beside)
-
-    # Stage 2 keeps shards of gradients alone: it reduces those of every micro-batch.
-    earlier = np.where(np.asarray(split.zero) == 2, split.micro_batches - 1, 0)
-    beside = engine.gather_overlap and not engine.gathers_at_end
-    last = exposed(sent.reduce + sent.replicas, window, engine.grad_overlap)
-    before = earlier * exposed(sent.reduce, window, engine.grad_overlap)
-    return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
-
-
-def _added(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> tuple[Num, Num]:
-    """Seconds of adding up gradients in a micro-batch, (of a block, of a vocabulary's table)."""
-    blocks, routed = block_parameters(model, split)
-    shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    of_shard = blocks / shards + routed / split.expert_shard
-    layers, table = model.layers, trained_table(model, split, engine)
-    return (
-        added_seconds((blocks + routed) / layers, of_shard / layers, split, engine, pricing),
-        added_seconds(table, table / shards, split, engine, pricing),
-    )
-
-
-def _sharded(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, busy: Num) -> Num:
-    """ZeRO-3, one block of one micro-batch: its gathers and a reduce-scatter beside `busy` seconds of computation.
-
-    The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
-    """
-    if not np.any(np.asarray(split.zero) == 3):
-        return 0.0 * busy
-    # Under hpz all gathers but the first one of a step are among few ranks.
-    count, reduce = _gathers(model, split, engine), sent.unit_reduce
-    nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(split.micro_batches))
-    gathers = count * sent.unit_gather - nearer
-    beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
-    alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
-    ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / model.layers
-    copies = count * sent.unit_copies[0] + sent.unit_copies[1]
-    exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
-    return exposed + pricing.constants.value("contention") * np.minimum(beside, busy)
-
-
-def _updated(model: Model, split: StepShape, engine: EngineProfile) -> Num:
-    """Parameters of the busiest rank that its optimizer updates: of its shard."""
-    dense, routed = held_parameters(model, split, engine)
-    numel = dense / np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    return numel + routed / split.expert_shard
-
-
-__all__ = [
-    "LINKS",
-    "Pricing",
-    "StepSeconds",
-    "StepShape",
-    "bubble_share",
-    "link_seconds",
-    "step_parts",
-    "training_step",
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -59,23 +60,16 @@ class Traffic:
 def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Traffic:
     """The traffic of a split. It does not depend on its schedule and its recomputation, and on the number of its
     micro-batches only in that several are summed in a wider type (`StepShape.gradient_width`)."""
-    price = pricing.collectives.seconds
-    zero, data = np.asarray(split.zero), split.dp * split.cp
+    price, data, zero = pricing.collectives.seconds, split.dp * split.cp, np.asarray(split.zero)
     dense, routed = held_parameters(model, split, engine)
-    grad_bytes, summed = reduced_width(split, engine), accumulator_width(split, engine)
-    whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), split.shard, 1)
-    reduce = price("all_reduce", dense * grad_bytes, whole, split.tp)
-    reduce = reduce + _reduced(dense, grad_bytes, partly, split, pricing)
-    gather = price("all_gather_into", dense * split.width, partly, split.tp)
-    owners = np.where(zero == 0, data, split.shard)
-    shards = dense * summed / owners
-    replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
-    split_up = np.where(zero == 3, split.shard, 1)
+    grad_bytes, split_up = reduced_width(split, engine), np.where(zero == 3, split.shard, 1)
     trained = _held_by_blocks(model, split) / model.layers
     unit = trained if isinstance(model, Blueprint) else _block_parameters(model) / model.layers / split.tp
-    unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
-    unit_reduce = _reduced(trained, grad_bytes, split_up, split, pricing)
     unit_routed = block_parameters(model, split)[1] / model.layers
+    owners = np.where(zero == 0, data, split.shard)
+    reduce, gather, replicas, unit_gather, unit_reduce = _state_traffic(
+        (dense, unit, trained), (data, owners, split.tp), split, engine, pricing, _reduced
+    )
 
     def again(elements: Num, first: Num) -> Num:
         near = price("all_gather_into", elements * split.width, split.near, split.tp)
@@ -83,9 +77,10 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
 
     unit_again = again(unit, unit_gather)
     if np.any(np.asarray(unit_routed)):
-        there = np.asarray(unit_routed) > 0
+        there, group = np.asarray(unit_routed) > 0, (split.expert_data, split.expert_shard, split.expert_apart)
         of_experts = [
-            np.where(there, x, 0.0) for x in _expert_traffic(model, split, pricing, routed, grad_bytes, summed)
+            np.where(there, x, 0.0)
+            for x in _state_traffic((routed, unit_routed, unit_routed), group, split, engine, pricing, _summed)
         ]
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
@@ -100,7 +95,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         unit_reduce,
         unit_again,
         table_gather,
-        _reduced(table * trains_tables(model), grad_bytes, split_up, split, pricing),
+        _reduced(table * trains_tables(model), grad_bytes, split_up, split.tp, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
         _copies(unit + unit_routed, trained + unit_routed, split_up, split, engine, pricing),
@@ -118,27 +113,26 @@ def _copies(
     return tuple(np.where((ranks > 1) & (n > 0), pricing.kernels.pass_over(n), 0.0) for n in beside)  # type: ignore[return-value]
 
 
-def _expert_traffic(
-    model: Model, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: Num, summed: Num
-) -> tuple[Num, Num, Num, Num, Num]:
-    """Collectives of the experts alone, over the ranks that hold the same of them: reduce, gather, replicas,
-    unit_gather, unit_reduce."""
-    price, zero = pricing.collectives.seconds, np.asarray(split.zero)
-    spread, owners, apart = split.expert_data, split.expert_shard, split.expert_apart
-    whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), owners, 1)
-    reduce = price("all_reduce", routed * grad_bytes, whole, apart)
-    reduce = reduce + _summed(routed, grad_bytes, partly, apart, split, pricing)
-    gather = price("all_gather_into", routed * split.width, partly, apart)
-    groups = np.where(zero == 0, 1, np.maximum(spread // owners, 1))
-    replicas = price("all_reduce", routed * summed / owners, groups, apart * owners)
-    unit, split_up = block_parameters(model, split)[1] / model.layers, np.where(zero == 3, owners, 1)
+def _state_traffic(
+    elements: tuple[Num, Num, Num], group: tuple[Num, Num, Num], split: StepShape, engine: EngineProfile,
+    pricing: Pricing, reduced: Callable[..., Num],
+) -> tuple[Num, Num, Num, Num, Num]:  # fmt: skip
+    """Collectives of all but the experts, or of these alone: reduce, gather, replicas, unit_gather, unit_reduce.
+    elements: trained on a rank; of a block, gathered and reduced. group: ranks that hold the same, those of them that
+    share its state, and their distance. reduced: the sum over these."""
+    (trained, unit, of_unit), (data, owners, apart) = elements, group
+    price, zero, grad_bytes = pricing.collectives.seconds, np.asarray(split.zero), reduced_width(split, engine)
+    whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), owners, 1)
+    reduce = price("all_reduce", trained * grad_bytes, whole, apart)
+    reduce = reduce + reduced(trained, grad_bytes, partly, apart, split, pricing)
+    gather = price("all_gather_into", trained * split.width, partly, apart)
+    groups = np.where(zero == 0, 1, np.maximum(data // owners, 1))
+    shards, split_up = trained * accumulator_width(split, engine) / owners, np.where(zero == 3, owners, 1)
     return (
-        reduce,
-        gather,
-        replicas,
+        reduce, gather, price("all_reduce", shards, groups, apart * owners),
         _gathered(unit, split_up, apart, split, pricing),
-        _summed(unit, grad_bytes, split_up, apart, split, pricing),
-    )
+        reduced(of_unit, grad_bytes, split_up, apart, split, pricing),
+    )  # fmt: skip
 
 
 PACKED = {bits: bits / 8 + SCALE / BLOCK for bits in (WEIGHT_BITS, GRADIENT_BITS)}
@@ -157,13 +151,13 @@ def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: 
     return sent + np.where(ranks > 1, _converted(elements * UNPACKING, "unpacking", split, pricing), 0.0)
 
 
-def _reduced(elements: Num, grad_bytes: Num, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
+def _reduced(elements: Num, grad_bytes: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
     """The sum of gradients over a shard group; packed ones take two hops where few ranks are near each other."""
     if not split.qgz or not np.any(split.copied):
-        return _summed(elements, grad_bytes, ranks, split.tp, split, pricing)
+        return _summed(elements, grad_bytes, ranks, apart, split, pricing)
     near = np.where(ranks > 1, split.near, 1)
-    first = _summed(elements, grad_bytes, near, split.tp, split, pricing)
-    return first + _summed(elements / near, grad_bytes, ranks // near, split.tp * near, split, pricing)
+    first = _summed(elements, grad_bytes, near, apart, split, pricing)
+    return first + _summed(elements / near, grad_bytes, ranks // near, apart * near, split, pricing)
 
 
 def _summed(elements: Num, grad_bytes: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:

@@ -26,16 +26,4 @@ __all__ = [
     "parse_action",
 ]
 
-lazily(
-    __name__,
-    {
-        "Action": "action",
-        "PipelineSchedule": "plan",
-        "ScheduleGenerator": "registry",
-        "build": "registry",
-        "complete": "completion",
-        "find": "registry",
-        "generators": "registry",
-        "parse_action": "action",
-    },
-)
+lazily(__name__)

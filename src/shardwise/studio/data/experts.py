@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, EDP, EP, ETP, TP
@@ -52,10 +53,7 @@ def data(params: Mapping[str, str]) -> View:
     }
     more = {
         "left_out": left_out,
-        "experts": model.experts.count,
-        "columns": model.experts.ffn,
-        "row_bytes": layer.row_bytes,
-        "mean": layer.mean,
+        **keyed(layer, "experts=experts.count columns=experts.ffn row_bytes mean"),
         "waits": [layer.waits(one) for one in layer.ranks],
         "steps": [step._asdict() for step in steps(layer)],
         "ranks": [_drawn(one) for one in layer.ranks],
@@ -91,17 +89,9 @@ def _layer(model: ModelConfig, layout: Layout, tokens: int, load: str) -> Expert
 
 
 def _drawn(one: ExpertRank) -> dict[str, Any]:
-    return {
-        "group": one.group,
-        "place": one.place,
-        "experts": [one.experts.start, one.experts.stop],
-        "columns": [one.columns.start, one.columns.stop],
-        "tokens": len(one.tokens),
-        "routes": one.routes,
-        "sends": one.sends,
-        "receives": one.receives,
-        "loads": one.loads,
-    }
+    spans = {name: [span.start, span.stop] for name, span in (("experts", one.experts), ("columns", one.columns))}
+    names = ("group", "place", "routes", "sends", "receives", "loads")
+    return {"tokens": len(one.tokens)} | spans | {name: getattr(one, name) for name in names}
 
 
 def _held(layer: ExpertLayer) -> Table:

@@ -30,8 +30,7 @@ def chapters(layers: Mapping[str, ExpertLayer], limited: Mapping[str, ExpertLaye
 
 
 def _held(layer: ExpertLayer) -> list[str]:
-    model, layout, e = layer.model, layer.layout, layer.model.experts
-    assert e
+    model, layout, e = layer.model, layer.layout, layer.experts
     parts = blueprint(model).parts
     routed = sum(part.count * p.numel for part in parts for p in part.parameters if p.cut == "expert")
     shared = f", beside {e.shared} shared expert{'s' * (e.shared > 1)} that every token uses" if e.shared else ""
@@ -56,8 +55,7 @@ def _view(layer: ExpertLayer) -> str:
 
 
 def _step(layer: ExpertLayer) -> list[str]:
-    e, first = layer.model.experts, layer.ranks[0]
-    assert e
+    e, first = layer.experts, layer.ranks[0]
     sent = len(first.routes) * layer.row_bytes
     return [
         "Experts stay where they are. Tokens travel to them and back, in every layer.",
@@ -87,8 +85,7 @@ def _capacity(layers: Mapping[str, ExpertLayer], limited: Mapping[str, ExpertLay
         for load, layer in limited.items()
     ]
     one = next(iter(limited.values()))
-    assert one.model.experts
-    most = replace(one.model.experts, capacity=one.capacity).most(one.tokens)
+    most = replace(one.experts, capacity=one.capacity).most(one.tokens)
     return [
         f"With a capacity of {one.capacity:g} an expert takes at most {one.capacity:g} times its equal part of a "
         f"sequence: {most} of {one.tokens} tokens. Later tokens are dropped and skip that expert.",
@@ -99,8 +96,7 @@ def _capacity(layers: Mapping[str, ExpertLayer], limited: Mapping[str, ExpertLay
 
 
 def _cut(layer: ExpertLayer) -> list[str]:
-    model, e, dtype = layer.model, layer.model.experts, layer.layout.dtype
-    assert e
+    model, e, dtype = layer.model, layer.experts, layer.layout.dtype
     ranks = example(model)
     spread, cut = (format_bytes(each(model, ranks, dtype)) for each in (routed_bytes, summed_bytes))
     return [

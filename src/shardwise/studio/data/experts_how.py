@@ -56,8 +56,7 @@ def _command(layer: ExpertLayer) -> str:
 
 
 def _held(layer: ExpertLayer, command: str) -> How:
-    e, layout = layer.model.experts, layer.layout
-    assert e
+    e, layout = layer.experts, layer.layout
     etp = Mesh.of(layout, layer.model).size(ETP)
     return How(
         [
@@ -71,8 +70,7 @@ def _held(layer: ExpertLayer, command: str) -> How:
 
 
 def _capacity(layer: ExpertLayer) -> How:
-    e = layer.model.experts
-    assert e
+    e = layer.experts
     return How(
         [
             *_ROUTER,
@@ -86,8 +84,7 @@ def _capacity(layer: ExpertLayer) -> How:
 
 def _exchanged(layer: ExpertLayer) -> How:
     model, dtype = layer.model, layer.layout.dtype
-    assert model.experts
-    k, hidden, nbytes = model.experts.active, model.hidden, DTYPE_BYTES[dtype]
+    k, hidden, nbytes = layer.experts.active, model.hidden, DTYPE_BYTES[dtype]
     ranks = example(model)
     spread, cut = (format_bytes(each(model, ranks, dtype)) for each in (routed_bytes, summed_bytes))
     return How(

@@ -15,6 +15,7 @@ from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.placement import place
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
+from shardwise.model.config import Experts
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint
 from shardwise.predict.traffic.experts import expert_rows
@@ -73,13 +74,18 @@ class ExpertLayer:
     capacity: float = 0.0
     """As of `Experts`: rows beyond it are dropped before they travel."""
 
+    @property
+    def experts(self) -> Experts:
+        assert self.model.experts
+        return self.model.experts
+
     @cached_property
     def ranks(self) -> tuple[ExpertRank, ...]:
         mesh, workload = Mesh.of(self.layout, self.model), Workload(seq=self.tokens, batch=self.layout.dp)
         plans = [
             unit_plan(self.model, self.layout, workload, rank=rank, backend="nccl") for rank in range(self.layout.ranks)
         ]
-        held = self.model.experts.count // self.layout.ep if self.model.experts else 0
+        held = self.experts.count // self.layout.ep
         tokens = [self._routed(plan) for plan in plans]
         chosen = [self._experts_of(mesh.index(DATA, rank), own) for rank, own in enumerate(tokens)]
         results = []
@@ -123,20 +129,17 @@ class ExpertLayer:
     @cached_property
     def takes(self) -> NDArray[np.bool_]:
         """Whether an expert takes a token: [data ranks, tokens, k]."""
-        assert self.model.experts
-        return taken(self.chosen, replace(self.model.experts, capacity=self.capacity))
+        return taken(self.chosen, replace(self.experts, capacity=self.capacity))
 
     @cached_property
     def chosen_loads(self) -> Ints:
         """Rows that chose each expert, dropped ones included: [E]."""
-        assert self.model.experts
-        return counts(self.chosen, self.model.experts).sum(0)
+        return counts(self.chosen, self.experts).sum(0)
 
     @cached_property
     def taken_loads(self) -> Ints:
         """Rows that each expert takes: [E]."""
-        assert self.model.experts
-        return np.bincount(self.chosen[self.takes], minlength=self.model.experts.count)
+        return np.bincount(self.chosen[self.takes], minlength=self.experts.count)
 
     @property
     def dropped(self) -> float:
@@ -178,8 +181,7 @@ class ExpertLayer:
         return blueprint(self.model).part(f"blocks.{self.model.layers - 1}")
 
     def _of_columns(self, whole: int) -> int:
-        assert self.model.experts
-        return whole * len(self.ranks[0].columns) // self.model.experts.ffn
+        return whole * len(self.ranks[0].columns) // self.experts.ffn
 
     def slowest(self, one: ExpertRank) -> int:
         """Rows of the busiest rank among those that a rank waits for: the ranks that it exchanges rows with."""
@@ -232,8 +234,7 @@ def followed(layer: ExpertLayer) -> list[tuple[int, float]]:
 
 
 def _sentences(layer: ExpertLayer) -> dict[str, str]:
-    e, first = layer.model.experts, layer.ranks[0]
-    assert e
+    e, first = layer.experts, layer.ranks[0]
     rows = sorted(one.rows for one in layer.ranks)
     sizes = f"{format_bytes(layer.row_bytes)}, {layer.model.hidden:,} numbers"
     leaving = sum(one.leaving for one in layer.ranks) / sum(int(one.sends.sum()) for one in layer.ranks)

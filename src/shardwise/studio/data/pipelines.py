@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.report.units import format_share, format_time
 from shardwise.schedule.pipeline import PipelineSchedule, build, find, generators
@@ -177,15 +178,9 @@ def _drawn(simulated: _Found) -> dict[str, Any]:
         at = np.concatenate(([0.0], np.array(spans)[place.astype(int)].reshape(-1)))
         held.append({"at": at, "held": np.concatenate(([0.0], np.stack((during, after), axis=1).reshape(-1)))})
     return {
-        "name": schedule.name,
-        "summary": find(schedule.name).summary,
-        "source": find(schedule.name).source,
-        "virtual": schedule.virtual,
-        "stages": schedule.stages,
-        "ranks": schedule.ranks,
-        "makespan": one.makespan,
-        "bubble": one.bubble,
-        "bubble_of_total": one.bubble_of_total,
+        **keyed(schedule, "name virtual stages ranks"),
+        **keyed(find(schedule.name), "summary source"),
+        **keyed(one, "makespan bubble bubble_of_total"),
         "formula": FORMS[schedule.name].text,
         "peak": max(peak.held for peak in simulated.peaks),
         "events": _events(one),

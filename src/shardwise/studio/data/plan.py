@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import keyed
 from shardwise.layout import Workload
 from shardwise.layout.keys import difference
 from shardwise.model import ModelConfig
@@ -61,20 +62,16 @@ def data(params: Mapping[str, str]) -> View:
             ),
         },
         {
-            "best": str(winner.layout),
-            "seconds": winner.seconds,
+            **keyed(winner, "best=layout seconds nbytes=held.total"),
+            **keyed(result, "usable considered fitting"),
             "range": [float(winner.range.low), float(winner.range.high)],
             "tokens": result.tokens_per_second(winner),
             "mfu": result.utilisation(winner),
-            "nbytes": winner.held.total,
-            "usable": result.usable,
             "memory": result.room.state(winner.held.total),
             "as_fast": len(result.same),
             "error": SAME,
             "fastest": str(result.fastest.layout) if result.fastest else "",
             "meets": meets(growth),
-            "considered": result.considered,
-            "fitting": result.fitting,
             "parameters": count(result.model),
             "fixes": [_fix(one) for one in result.alternatives],
             "memory_binds": _memory_binds(result),

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 
+from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.report.compare import PEAK_TOLERANCE, ReportComparison, compare
 from shardwise.report.exposure import exposures
@@ -177,15 +178,9 @@ def _shown(name: str, recorded: Mapping[int, RankTimelines], number: int) -> Ran
 
 def _agreement(both: ReportComparison) -> dict[str, Any]:
     """Agreement of two reports: rows of the ledger, classes of bytes, the peak."""
-    return {
-        "equal_ledger": both.equal_ledger,
-        "rows": len(both.rows),
-        "equal_rows": sum(row.equal for row in both.rows),
-        "equal_classes": both.exact_classes_equal,
-        "peak_error": both.peak_error,
-        "peak_tolerance": PEAK_TOLERANCE,
-        "differences": both.differences,
-    }
+    rows = {"rows": len(both.rows), "equal_rows": sum(row.equal for row in both.rows)}
+    same = keyed(both, "equal_ledger equal_classes=exact_classes_equal peak_error differences")
+    return same | rows | {"peak_tolerance": PEAK_TOLERANCE}
 
 
 def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:

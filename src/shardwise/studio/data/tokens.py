@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster
+from shardwise.codec import keyed, plain
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.serving import plan_of
@@ -204,8 +205,8 @@ def _more(one: _Computed) -> dict[str, Any]:
         "layers": model.layers,
         "width": DTYPE_BYTES[it.layouts[0].dtype],
         "capacity": capacity_of(it.cluster),
-        "ratios": [ratio.to_json() for ratio in one.comparison.ratios],
-        "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
+        "ratios": plain(one.comparison.ratios),
+        "claims": [keyed(claims()[name], "says why") for name in CLAIMS],
     }
 
 
@@ -361,18 +362,16 @@ def _side(
     one, layout = side.one, side.layout
     links = [tokens_layer.link(step, one.cluster) for step in side.steps]
     return {
-        "layout": str(layout),
+        **keyed(one, "layout sends=round.volume.total seconds=middle.seconds"),
         "name": strategy_name(layout),
         "gathers": layout.stage == 3,
         "fits": serving_fit(one),
         "trains": training_fit(side.trained),
-        "sends": float(one.round.volume.total),
         "layer_bytes": float(one.round.volume.blocks) / model.layers,
-        "seconds": one.middle.seconds,
         "speed": one.tokens_per_second(1),
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
-        "pieces": [piece._asdict() for piece in held],
-        "devices": [device._asdict() for device in devices],
+        "pieces": plain(held),
+        "devices": plain(devices),
         "link": next(filter(None, links), ""),
     }
 

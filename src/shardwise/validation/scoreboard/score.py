@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import Constants, constants
 from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.serving import ServedSeconds, decode_step, requested, throughput
+from shardwise.predict.time.serving import ServedModel, ServedSeconds
 from shardwise.predict.time.step import Pricing, training_step
 from shardwise.validation.scoreboard.rows import PublishedCase, Skipped
 
@@ -136,21 +136,20 @@ def _served(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
 
 
 REQUEST_TIMES = ("first token", "each token", "answer")
-"""Questions about one request of `requested`, in its order; others ask for tokens/s."""
+"""Questions about one request of `ServedModel.requested`, in its order; others ask for tokens/s."""
 
 
 def _asked(case: PublishedCase, pricing: Pricing) -> tuple[ServedSeconds, float]:
     """The seconds that a serving row asks for, and of how many tokens they are where it has tokens/s."""
-    serving, software = case.serving, case.software
-    assert serving
+    assert case.serving
+    served = ServedModel(case.model, case.serving, case.software, pricing)
     if case.kind == "decode":
-        context = case.prompt + case.output / 2
-        return decode_step(case.model, serving, 1.0, context, software, pricing), 1.0
-    sizes = case.model, serving, case.prompt, case.output
+        return served.decode_step(1.0, case.prompt + case.output / 2), 1.0
     if not case.clients:
         requests = -(-case.requests // case.replicas)
-        return throughput(*sizes, requests, software, pricing), float(requests * case.replicas * case.output)
-    found = requested(*sizes, max(1.0, case.clients / case.replicas), software, pricing)
+        seconds = served.throughput(case.prompt, case.output, requests)
+        return seconds, float(requests * case.replicas * case.output)
+    found = served.requested(case.prompt, case.output, max(1.0, case.clients / case.replicas))
     if case.kind in REQUEST_TIMES:
         return found[REQUEST_TIMES.index(case.kind)], 1.0
     return found.answer, float(case.clients * case.output)
