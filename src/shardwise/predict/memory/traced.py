@@ -26,7 +26,7 @@ def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:
     trace, layout = plan.subject.trace, plan.layout
     if trace is None:
         raise UserError(f"{plan.subject.name} was not traced, so its activations are not known: see shardwise.trace")
-    return trace, trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout))
+    return trace, trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout), layout.micro)
 
 
 def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:

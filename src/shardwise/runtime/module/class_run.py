@@ -263,4 +263,5 @@ def traced(config: TrainConfig) -> Blueprint:
     return trace(
         split.module, rows, split.plan, loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp],
         precisions=[layout.precision], cuts=[traced_cut(layout)], modes=traced_modes(layout),
+        single=layout.micro == 1,
     )  # fmt: skip
