@@ -36,6 +36,9 @@ CASES = of_two_rows(
     ("llama", "dp=4,tp=2,zero=3,recompute=full,micro=1", 2),
     ("mixtral", "dp=4,pp=2,ep=2,zero=1,micro=1", 3),
     ("gemma3", "dp=16,tp=2,sp,zero=2,micro=1", 2),
+    ("gpt2", "dp=8,zero=2,offload=cpu,offload_activations=cpu,micro=1", 3),
+    ("deepseek", "dp=4,ep=2,zero=1,offload_activations=cpu", 3),
+    ("phi3", "dp=2,tp=2,recompute=selective,offload_activations=cpu", 2),
 )
 """At scales without processes, and steps so long that a shorter one stands for them."""
 

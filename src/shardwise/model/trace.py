@@ -172,7 +172,7 @@ class Trace:
         if cut not in self.cuts:
             known = ", ".join(there or "none" for there in self.cuts)
             raise LayoutError(
-                f"{cut or 'no cp and no ep'} was not traced, of cp and ep the trace has {known}: choose among these, "
+                f"{cut or 'a layout without cuts'} was not traced, of cuts the trace has {known}: choose among these, "
                 "or trace the module again"
             )
         if not self.has(tp, precision, recompute, cut):

@@ -249,7 +249,7 @@ class _Tracer:
             if spreads_experts(layout):
                 crowded = _at(sizes, lambda rows: [recorded(rows, crowd)[1] for crowd in (2, 3)])
                 step = _with_received(step, units, crowded)
-        if self.chain is not None and not layout.sp:
+        if self.chain is not None and not layout.sp and not layout.offloads_activations:
             step = self._with_stages(step, self.chain, layout, sizes)
         return step if self.whole is None else self.whole.step(step)
 
