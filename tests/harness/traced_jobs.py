@@ -59,6 +59,11 @@ class TracedCase:
         return aligned_loss if "cp=" in self.layout else token_loss
 
 
+def of_two_rows(*rows: tuple[str, str, int]) -> list[TracedCase]:
+    """Cases of (name, layout, micro-batches); of two rows each where the layout does not say."""
+    return [TracedCase(name, at if "micro=" in at else f"{at},micro=2", count) for name, at, count in rows]
+
+
 SEQ = 12
 BUILT = FAMILIES | MIXTURES
 _WIDER = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 32, "num_hidden_layers": 4}

@@ -191,7 +191,7 @@ def test_a_model_that_does_not_fit_says_by_how_much(traced):
 def test_files_stand_for_models(traced, file):
     workload = Workload(seq=SEQ, batch=64)
     assert estimate(str(file), "dp=8,zero=3", workload, CLUSTER) == estimate(traced, "dp=8,zero=3", workload, CLUSTER)
-    with pytest.raises(LayoutError, match="ep=2 was not traced, of cp and ep the trace has none: "):
+    with pytest.raises(LayoutError, match="ep=2 was not traced, of cuts the trace has none: "):
         estimate(str(file), "dp=8,ep=2", workload, CLUSTER)
 
 

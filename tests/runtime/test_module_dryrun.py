@@ -7,7 +7,7 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.today import some_of
-from harness.traced_jobs import TracedCase, traced
+from harness.traced_jobs import TracedCase, of_two_rows, traced
 from shardwise import Layout, Workload, estimate
 from shardwise.layout import Mesh, unit_plan
 from shardwise.layout.layout import traced_cut
@@ -17,26 +17,29 @@ from shardwise.runtime import dryrun
 from shardwise.runtime.module.dry_step import ModuleSource
 from shardwise.runtime.module.trace import traced_modes
 
-CASES = [
-    TracedCase(name, f"{layout},micro=2", accumulate)
-    for name, layout, accumulate in (
-        ("llama", "dp=64,tp=2,zero=3", 1),
-        ("llama", "dp=4,tp=2,pp=2,zero=1", 8),
-        ("qwen3", "dp=16,tp=2,sp,zero=2", 4),
-        ("gpt2", "dp=32,zero=3,shard=8,recompute=full", 5),
-        ("phi3", "dp=8,zero=3,hpz=4", 2),
-        ("gemma3", "dp=16,zero=3,offload=cpu,offload_params=cpu", 4),
-        ("mixtral", "dp=8,ep=4,zero=3", 3),
-        ("deepseek", "dp=8,tp=2,ep=2,zero=1", 2),
-        ("llama", "dp=4,cp=2,zero=3", 4),
-        ("qwen3", "cp=2,cpkind=ulysses,tp=2", 1),
-        ("skips", "dp=512,zero=3", 4),
-        ("llama", "pp=4,schedule=zb-h1", 12),
-        ("gpt2", "pp=2,dp=2,schedule=interleaved,virtual=2", 8),
-        ("mixtral", "dp=4,pp=2,ep=2,zero=1", 4),
-        ("llama", "dp=2,tp=2,recompute=selective", 4),
-    )
-]
+CASES = of_two_rows(
+    ("llama", "dp=64,tp=2,zero=3", 1),
+    ("llama", "dp=4,tp=2,pp=2,zero=1", 8),
+    ("qwen3", "dp=16,tp=2,sp,zero=2", 4),
+    ("gpt2", "dp=32,zero=3,shard=8,recompute=full", 5),
+    ("phi3", "dp=8,zero=3,hpz=4", 2),
+    ("gemma3", "dp=16,zero=3,offload=cpu,offload_params=cpu", 4),
+    ("mixtral", "dp=8,ep=4,zero=3", 3),
+    ("deepseek", "dp=8,tp=2,ep=2,zero=1", 2),
+    ("llama", "dp=4,cp=2,zero=3", 4),
+    ("qwen3", "cp=2,cpkind=ulysses,tp=2", 1),
+    ("skips", "dp=512,zero=3", 4),
+    ("llama", "pp=4,schedule=zb-h1", 12),
+    ("gpt2", "pp=2,dp=2,schedule=interleaved,virtual=2", 8),
+    ("mixtral", "dp=4,pp=2,ep=2,zero=1", 4),
+    ("llama", "dp=2,tp=2,recompute=selective", 4),
+    ("llama", "dp=4,tp=2,zero=3,recompute=full,micro=1", 2),
+    ("mixtral", "dp=4,pp=2,ep=2,zero=1,micro=1", 3),
+    ("gemma3", "dp=16,tp=2,sp,zero=2,micro=1", 2),
+    ("gpt2", "dp=8,zero=2,offload=cpu,offload_activations=cpu,micro=1", 3),
+    ("deepseek", "dp=4,ep=2,zero=1,offload_activations=cpu", 3),
+    ("phi3", "dp=2,tp=2,recompute=selective,offload_activations=cpu", 2),
+)
 """At scales without processes, and steps so long that a shorter one stands for them."""
 
 

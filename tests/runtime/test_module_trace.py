@@ -18,12 +18,11 @@ from harness.cases import from_table, table
 from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
-from harness.traced_jobs import TracedCase, token_loss, traced
+from harness.traced_jobs import TracedCase, of_two_rows, token_loss, traced
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.layout import unit_plan
 from shardwise.layout.layout import traced_cut
-from shardwise.layout.modules import check_module_layout
 from shardwise.model.blueprint import Part
 from shardwise.report.compare import ReportComparison, compare
 from shardwise.runtime.module.chain import find_chain
@@ -67,43 +66,40 @@ def drawn(count: int) -> list[TracedCase]:
     return cases
 
 
-HOMES = [
-    TracedCase(name, f"{layout},micro=2", accumulate)
-    for name, layout, accumulate in (
-        ("llama", "tp=2,sp", 1),
-        ("qwen3", "dp=2,tp=2,sp,zero=3", 2),
-        ("phi3", "tp=2,sp,recompute=full", 2),
-        ("gemma3", "dp=2,tp=2,sp,zero=1,offload=cpu", 1),
-        ("skips", "dp=2,zero=3,offload=cpu", 2),
-        ("gpt2", "dp=2,zero=3,offload=cpu,offload_params=cpu", 2),
-        ("qwen3", "dp=2,zero=2,offload=cpu,recompute=full", 2),
-        ("llama", "tp=2,offload=cpu", 1),
-        ("shared", "dp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", 1),
-        ("gemma3", "dp=2,tp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", 2),
-        ("mixtral", "dp=2,zero=3", 2),
-        ("mixtral", "dp=2,tp=2,zero=1,recompute=full", 1),
-        ("deepseek", "dp=2,zero=2", 1),
-    )
-]
-"""Sequence parallelism, homes off the device and mixtures whose experts all ranks have."""
-CUTS = [
-    TracedCase(name, f"{layout},micro=2", accumulate)
-    for name, layout, accumulate in (
-        ("mixtral", "dp=2,ep=2,zero=3", 2),
-        ("deepseek", "dp=2,tp=2,ep=2,zero=1", 1),
-        ("mixtral", "tp=2,ep=2,recompute=full", 2),
-        ("deepseek", "dp=4,ep=4,zero=2", 2),
-        ("mixtral", "cp=2,tp=2,ep=4", 1),
-        ("llama", "cp=2,precision=fp32", 2),
-        ("qwen3", "dp=2,cp=2,cpkind=ulysses,zero=3", 2),
-        ("phi3", "cp=2,cpkind=allgather,recompute=full", 2),
-        ("llama", "tp=2,cp=2,zero=1,recompute=full", 1),
-        ("llama", "pp=2,cp=2", 2),
-        ("qwen3", "dp=2,tp=2,zero=3,recompute=selective", 2),
-        ("mixtral", "dp=2,ep=2,recompute=selective", 1),
-        ("mixtral", "dp=2,pp=2,ep=2,zero=1", 2),
-    )
-]
+HOMES = of_two_rows(
+    ("llama", "tp=2,sp", 1),
+    ("qwen3", "dp=2,tp=2,sp,zero=3", 2),
+    ("phi3", "tp=2,sp,recompute=full", 2),
+    ("gemma3", "dp=2,tp=2,sp,zero=1,offload=cpu", 1),
+    ("skips", "dp=2,zero=3,offload=cpu", 2),
+    ("gpt2", "dp=2,zero=3,offload=cpu,offload_params=cpu", 2),
+    ("qwen3", "dp=2,zero=2,offload=cpu,recompute=full", 2),
+    ("llama", "tp=2,offload=cpu", 1),
+    ("shared", "dp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", 1),
+    ("gemma3", "dp=2,tp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", 2),
+    ("mixtral", "dp=2,zero=3", 2),
+    ("mixtral", "dp=2,tp=2,zero=1,recompute=full", 1),
+    ("deepseek", "dp=2,zero=2", 1),
+    ("llama", "dp=2,zero=1,micro=1", 2),
+    ("gemma3", "tp=2,offload_activations=cpu,micro=3", 2),
+    ("mixtral", "dp=2,ep=2,zero=3,offload_activations=cpu,recompute=full", 2),
+)
+"""Sequence parallelism, homes off the device, mixtures whose experts all ranks have, and single rows."""
+CUTS = of_two_rows(
+    ("mixtral", "dp=2,ep=2,zero=3", 2),
+    ("deepseek", "dp=2,tp=2,ep=2,zero=1", 1),
+    ("mixtral", "tp=2,ep=2,recompute=full", 2),
+    ("deepseek", "dp=4,ep=4,zero=2", 2),
+    ("mixtral", "cp=2,tp=2,ep=4", 1),
+    ("llama", "cp=2,precision=fp32", 2),
+    ("qwen3", "dp=2,cp=2,cpkind=ulysses,zero=3", 2),
+    ("phi3", "cp=2,cpkind=allgather,recompute=full", 2),
+    ("llama", "tp=2,cp=2,zero=1,recompute=full", 1),
+    ("llama", "pp=2,cp=2", 2),
+    ("qwen3", "dp=2,tp=2,zero=3,recompute=selective", 2),
+    ("mixtral", "dp=2,ep=2,recompute=selective", 1),
+    ("mixtral", "dp=2,pp=2,ep=2,zero=1", 2),
+)
 """Experts and sequences that are spread over ranks, and attention that is computed again."""
 
 
@@ -163,11 +159,20 @@ def test_saved_bytes_are_of_the_part_that_saves_them(skips):
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,pp=2", "dp=2,tp=2,sp", "dp=2,zero=1,offload_activations=cpu", "recompute=selective"]
+    "layout", ["dp=2,pp=2", "dp=2,tp=2,sp", "dp=2,zero=1,offload_activations=cpu", "compile=block"]
 )
 def test_what_was_not_traced_has_no_numbers(skips, layout):
     with pytest.raises(LayoutError):
         estimate(skips, layout, Workload(seq=1, batch=8))
+
+
+def test_single_rows_are_traced_where_a_module_has_them():
+    """A batch norm has no statistics of one."""
+    normed = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9))
+    for model, options, singles in ((Uneven, {}, 2), (Uneven, {"single": False}, 0), (normed, {}, 0)):
+        steps = trace(model, (X,), precisions=["fp32"], **options).trace.steps
+        assert sum(step.single for step in steps) == singles and not steps[0].single
+        assert not any(step.operations for step in steps if step.single)
 
 
 def test_other_degrees_and_sequences_are_named(skips):
@@ -175,12 +180,6 @@ def test_other_degrees_and_sequences_are_named(skips):
         estimate(skips, "tp=4", Workload(seq=1, batch=8))
     with pytest.raises(UserError, match=r"traced with rows of 1 elements, not 7: choose seq=1"):
         estimate(skips, "dp=2", Workload(seq=7, batch=8))
-
-
-@pytest.mark.parametrize("layout", ["dp=4,zero=3,hpz=2", "dp=4,zero=2,shard=2,recompute=full", "dp=2,tp=2,micro=4"])
-def test_what_is_predicted_can_be_split(skips, layout):
-    estimate(skips, layout, Workload(seq=1, batch=16))
-    check_module_layout(Layout.parse(layout))
 
 
 # -- modules that cannot be traced
@@ -211,6 +210,13 @@ class Uneven(nn.Module):
         return self.down(self.up(x).relu())
 
 
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(6, 6)
+        self.a, self.b = nn.Parameter(both[:3]), nn.Parameter(both[3:])
+
+
 X = torch.ones(4, 6)
 
 
@@ -231,6 +237,8 @@ def twice(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
         (Uneven, {"tp": [2]}, r"tp=2 needs a plan, and Uneven publishes none"),
         (Uneven, {"plan": {"upp": "column"}}, r"no map is named 'upp'; did you mean up"),
         (Uneven, {"loss": twice}, r"the loss calls the module twice with gradients, and a prediction has one pass"),
+        (Overlapping, {}, r"a and b are different parameters in one memory"),
+        (OWN["plain"], {"parts": ["enter", "block.*"], "loss": summed_loss}, r"no module is named 'block.\*'"),
         (Uneven, {"example": 7}, r"no tensor with rows"),
         (Uneven, {"example": {"x": X, "y": torch.ones(3)}}, r"same number of rows.*\[4, 6\], \[3\]"),
     ],
@@ -268,18 +276,6 @@ def test_a_module_on_the_meta_device_needs_no_memory():
     model = trace(module, torch.ones(2, 1 << 17, device="meta"), {"0": "column", "1": "row"}, tp=[2])
     report = estimate(model, "dp=2,tp=2,zero=3,micro=2", Workload(seq=1, batch=8))
     assert report.roles[0].bytes.parameters > 4e10
-
-
-class Overlapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        both = torch.ones(6, 6)
-        self.a, self.b = nn.Parameter(both[:3]), nn.Parameter(both[3:])
-
-
-def test_parameters_in_one_memory_are_named():
-    with pytest.raises(UserError, match="a and b are different parameters in one memory"):
-        trace(Overlapping, (X,))
 
 
 def test_parameters_need_not_be_contiguous():
@@ -451,11 +447,6 @@ def test_files_of_an_earlier_release_say_how_to_get_pipelines():
     earlier = replace(model, trace=replace(model.trace, ends=None))
     with pytest.raises(LayoutError, match="PlainMLP has no predictions for pipelines: trace it again"):
         estimate(earlier, "pp=2", Workload(seq=1, batch=8))
-
-
-def test_a_bad_list_of_parts_is_that_of_split():
-    with pytest.raises(UserError, match=r"no module is named 'block.\*'"):
-        plain(parts=["enter", "block.*", "head"])
 
 
 # -- Commands of docs/your_own_model.md print what the page has

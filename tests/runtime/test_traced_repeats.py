@@ -28,6 +28,7 @@ WIDTHS = {"gemma3": 2}
 CASES = [
     *((name, 1, recompute, "") for name in FAMILIES for recompute in ("none", "full")),
     ("llama", 2, "full", ""), ("mixtral", 1, "full", "ep=2"), ("llama", 1, "none", "cp=2"),
+    ("gemma3", 1, "none", "offload_activations=cpu"),
 ]  # fmt: skip
 """Family, tensor-parallel degree, recomputation, cut."""
 

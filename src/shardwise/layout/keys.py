@@ -499,7 +499,7 @@ class Keys:
     offload_activations: str = key(
         "none",
         "home of saved activations",
-        "untraced training",
+        "apart training",
         choices=("none", "cpu"),
         words="saved activations of blocks in the host's memory",
     )

@@ -214,7 +214,8 @@ class UnitPlan:
     def as_micro_batch(self, micro: int) -> UnitPlan:
         """A copy whose every micro-batch has exchanged the rows that one of them has."""
         assert self.routed
-        return replace(self, routed=RoutedRows(tuple((part, (rows[micro],)) for part, rows in self.routed.rows)))
+        rows = tuple((part, counts[micro : micro + 1]) for part, counts in self.routed.rows)
+        return replace(self, routed=RoutedRows(rows))
 
     @cached_property
     def routing(self) -> RankRouting:

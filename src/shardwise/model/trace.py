@@ -3,7 +3,8 @@
 A traced step is a step of the runtime on fake tensors, on one data-parallel rank. What ZeRO, data parallelism and
 offloading add follows from the units, so that one traced step stands for every layout with its tp, sp, precision and
 recomputation.
-Numbers are kept for two sizes of a micro-batch; between and beyond these they are taken to be linear.
+Numbers are kept for two sizes of a micro-batch; between and beyond these they are taken to be linear. A single row,
+which needs fewer copies, has steps without operations.
 """
 
 from collections.abc import Mapping
@@ -105,6 +106,8 @@ class TracedStep:
     """Ranks that have a part of a row's tokens each."""
     received: tuple[tuple[str, Pair], ...] = ()
     """Of what is saved, bytes of rows that experts here receive where all receive as many."""
+    single: bool = False
+    """Whether its numbers are those of a single row, twice."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,11 @@ class Trace:
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, str, str], TracedStep]:
-        return {(step.tp, step.precision, step.recompute, step.cut): step for step in self.steps if not step.sp}
+        return {_key(step): step for step in self.steps if not step.sp and not step.single}
+
+    @cached_property
+    def _single(self) -> dict[tuple[int, str, str, str], TracedStep]:
+        return {_key(step): step for step in self.steps if not step.sp and step.single}
 
     @cached_property
     def on_shards(self) -> "Trace":
@@ -162,12 +169,13 @@ class Trace:
     def has(self, tp: int, precision: str, recompute: str, cut: str = "") -> bool:
         return (tp, precision, recompute, cut) in self._steps
 
-    def step(self, tp: int, precision: str, recompute: str, cut: str = "") -> TracedStep:
-        """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
+    def step(self, tp: int, precision: str, recompute: str, cut: str = "", rows: int = 0) -> TracedStep:
+        """The traced step of a layout's keys. rows: of a micro-batch; of a single one its own step, where there is one.
+        Raises `LayoutError` for one that was not traced."""
         if cut not in self.cuts:
             known = ", ".join(there or "none" for there in self.cuts)
             raise LayoutError(
-                f"{cut or 'no cp and no ep'} was not traced, of cp and ep the trace has {known}: choose among these, "
+                f"{cut or 'a layout without cuts'} was not traced, of cuts the trace has {known}: choose among these, "
                 "or trace the module again"
             )
         if not self.has(tp, precision, recompute, cut):
@@ -180,9 +188,14 @@ class Trace:
                 f"tp={tp},precision={precision},recompute={recompute} was not traced; the trace has {words}: choose "
                 "among these, or trace the module again"
             )
-        return self._steps[tp, precision, recompute, cut]
+        usual = self._steps[tp, precision, recompute, cut]
+        return self._single.get(_key(usual), usual) if rows == 1 else usual
 
     def at(self, pair: Pair, rows: int) -> int:
         """A number for a micro-batch of `rows` rows."""
         (low, high), (below, above) = self.rows, pair
         return max(0, below + (above - below) * (rows - low) // (high - low))
+
+
+def _key(step: TracedStep) -> tuple[int, str, str, str]:
+    return step.tp, step.precision, step.recompute, step.cut

@@ -137,12 +137,10 @@ def _rounds(layout: Layout, step: float, outer: float) -> str:
 
 def _saved_by_a_block(plan: UnitPlan) -> float:
     """Bytes that a block of a rank saves in the host's memory in a micro-batch, the mean over its blocks."""
-    from shardwise.predict.memory.activations import stored_bytes
-    from shardwise.predict.memory.sizes import Sizes
+    from shardwise.predict.memory.activations import stored_by_part
 
     plan = plan.as_micro_batch(0) if plan.routing.uneven else plan
-    blocks, sizes = plan.of_kind("block"), Sizes.of(plan)
-    return float(sum(stored_bytes(plan, sizes, part) for part in blocks)) / max(1, len(blocks))
+    return float(sum(stored_by_part(plan).values())) / max(1, len(plan.of_kind("block")))
 
 
 def partly(share: float, without: Mapping[str, float], full: Mapping[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from shardwise.layout import Layout, Workload, pipeline
 from shardwise.layout.keys import KEYS, SEARCHED, changed
 from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.legality import check_ranks, valid_tp
+from shardwise.layout.modules import check_module_layout
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 
@@ -71,6 +72,7 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
         if "untraced" in key.marks:
             known = ", ".join(name for name in SEARCHED if "untraced" not in KEYS[name].marks)
             raise LayoutError(f"{key.text(value)}: a traced module has predictions for {known}; leave {key.name} out")
+    check_module_layout(layout)
     check_row_length(model, workload)
     if layout.sp:
         trace = _on_shards(layout, model)

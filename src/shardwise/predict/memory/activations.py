@@ -19,7 +19,7 @@ from shardwise.predict.memory.sizes import (
     uses_batched_attention,
     uses_blocked_attention,
 )
-from shardwise.predict.memory.traced import trace_of, traced_saved
+from shardwise.predict.memory.traced import trace_of, traced_saved, traced_stored
 
 Items = dict[str, int]
 
@@ -145,8 +145,15 @@ def stored_activations(plan: UnitPlan) -> int:
     """Bytes saved in the host's memory at the end of one micro-batch's forward pass, without a pipeline."""
     if plan.routing.uneven:
         return max(stored_activations(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
+    return sum(stored_by_part(plan).values())
+
+
+def stored_by_part(plan: UnitPlan) -> dict[str, int]:
+    """Part -> bytes that a micro-batch saves in the host's memory."""
+    if traced := trace_of(plan):
+        return traced_stored(plan, *traced)
     s = Sizes.of(plan)
-    return sum(stored_bytes(plan, s, part) for part in plan.parts)
+    return {part: stored_bytes(plan, s, part) for part in plan.parts}
 
 
 def saved_bytes(plan: UnitPlan) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
+from shardwise.layout.homes import TO_HOST
 from shardwise.layout.layout import traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
@@ -26,7 +27,7 @@ def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:
     trace, layout = plan.subject.trace, plan.layout
     if trace is None:
         raise UserError(f"{plan.subject.name} was not traced, so its activations are not known: see shardwise.trace")
-    return trace, trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout))
+    return trace, trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout), layout.micro)
 
 
 def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
@@ -37,6 +38,16 @@ def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
 def saved_by_part(plan: UnitPlan, trace: Trace, step: TracedStep) -> dict[str, int]:
     """Part -> bytes that a micro-batch saves in it, where experts everywhere receive as many rows."""
     return {part: trace.at(nbytes, plan.layout.micro) for part, nbytes in step.saved}
+
+
+def traced_stored(plan: UnitPlan, trace: Trace, step: TracedStep) -> dict[str, int]:
+    """Part -> bytes that its blocks copy to the host's memory in the first micro-batch."""
+    stored = {}
+    for copy in step.collectives:
+        if (copy.op, copy.group) == TO_HOST:
+            equal, received = (trace.at(pair, plan.layout.micro) for pair in (copy.elements, copy.received))
+            stored[copy.unit] = equal + more_received(plan, received, copy.unit, 0)
+    return stored
 
 
 def more_received(plan: UnitPlan, equal: int, part: str, micro: int) -> int:

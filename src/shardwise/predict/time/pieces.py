@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Num
-from shardwise.layout.keys import APART
+from shardwise.layout.keys import APART, KEYS
 from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.tensor import EDGES, collectives
 from shardwise.model import ModelConfig
@@ -105,7 +105,7 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
     beside = pricing.constants.value("tensor_hidden") if engine.ring_overlap else 0.0
     times = cache(TracedTimes(model, pricing, split.dtype, hidden, beside).of)
     cut_of = cache(lambda *apart: traced_cut(cut_layout(dict(zip(APART, apart, strict=True)))))
-    apart = [getattr(split, name) for name in APART]
+    apart = [vars(split).get(name, split.apart.get(name, KEYS[name].default)) for name in APART]
     arrays = np.broadcast_arrays(*_recomputed(split), split.tp, split.micro, split.sp, *apart)
     rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
     found = [

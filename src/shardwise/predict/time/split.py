@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import field, fields
 from typing import Any
 
 import numpy as np
 
 from shardwise.arrays import Num
 from shardwise.layout import Layout, Workload
-from shardwise.layout.keys import KEYS
+from shardwise.layout.keys import APART, KEYS
 from shardwise.layout.optimizers import DEFAULT, widens_gradients
 from shardwise.records import dataclass
 
@@ -52,6 +53,8 @@ class StepShape:
     dtype: str = "bfloat16"
     optimizer: str = DEFAULT
     """One of `OPTIMIZERS`."""
+    apart: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys for whose values a module is traced apart."""
 
     @property
     def width(self) -> float:
@@ -112,7 +115,7 @@ class StepShape:
     @classmethod
     def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> StepShape:
         """The split that a layout makes of a training workload. Raises `UserError` where the batch does not divide."""
-        keys = {field.name: getattr(layout, field.name) for field in fields(cls) if field.name in KEYS}
+        keys = {each.name: getattr(layout, each.name) for each in fields(cls) if each.name in KEYS}
         keys |= {"dp": layout.dp // layout.independent, "shard": layout.shard_ranks, "zero": layout.stage}
         return cls(
             **keys | {"offload": layout.offload_home},
@@ -122,4 +125,5 @@ class StepShape:
             wide_gradients=layout.grads == "fp32",
             dtype=dtype or layout.dtype,
             optimizer=workload.optimizer,
+            apart={name: getattr(layout, name) for name in APART if name not in keys},
         )

@@ -13,6 +13,7 @@ import numpy as np
 from shardwise.arrays import Num
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import CP, EP, TP, Axes, named
+from shardwise.layout.homes import TO_HOST
 from shardwise.layout.layout import cut_layout
 from shardwise.layout.placement import place
 from shardwise.model.blueprint import Blueprint
@@ -107,7 +108,7 @@ class TracedTimes:
         products in part, and what goes around a ring behind attention to one of its cp pieces."""
         mesh = Mesh(cut_layout(step.cut, tp=step.tp))
         rings = {"forward": 0.0, "backward": 0.0}
-        for row in step.collectives:
+        for row in (row for row in step.collectives if row.group != TO_HOST[1]):
             axes, inside = named(row.group) or TP, row.unit in blocks
             seconds = row.count * self._exchange(row, axes, mesh, micro) / (self.model.layers if inside else 1)
             if row.op in ("send", "recv"):

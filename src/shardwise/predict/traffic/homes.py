@@ -8,8 +8,7 @@ from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST, ac
 from shardwise.layout.outer import averaged_moments
 from shardwise.layout.unit import Unit
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import stored_bytes
-from shardwise.predict.memory.sizes import Sizes
+from shardwise.predict.memory.activations import stored_by_part
 from shardwise.report.step_report import LedgerRow, Phase
 
 
@@ -29,8 +28,7 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
     if plan.layout.offloads_activations:
         each = [plan.as_micro_batch(micro) for micro in range(plan.micro_batches)] if plan.routed else [plan]
         for one in each:
-            for part in one.parts:
-                nbytes = stored_bytes(one, Sizes.of(one), part)
+            for part, nbytes in stored_by_part(one).items():
                 rows["forward", TO_HOST, part, "uint8", nbytes] += plan.micro_batches // len(each)
                 rows["backward", TO_DEVICE, part, "uint8", nbytes] += plan.micro_batches // len(each)
     return [

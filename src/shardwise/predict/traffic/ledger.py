@@ -14,6 +14,7 @@ from shardwise.layout import pipeline
 from shardwise.layout.axes import CP, DATA, PP, REPLICA, SERVER, TP, Axes, named
 from shardwise.layout.experts import gathers_sequences
 from shardwise.layout.gradients import gradients_over, norm_over
+from shardwise.layout.homes import TO_HOST
 from shardwise.layout.key_ranges import elements, key_ranges
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.outer import outer_exchanges
@@ -173,7 +174,7 @@ def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple
     rows: Counter[tuple[Any, ...]] = Counter()
     for one in step.collectives:
         unit = one.unit if plan.layout.pp == 1 else one.end or one.unit
-        if unit not in plan.parts:
+        if unit not in plan.parts or one.group == TO_HOST[1]:
             continue
         axes, elements = named(one.group) or TP, trace.at(one.elements, plan.layout.micro)
         equal = trace.at(one.received, plan.layout.micro)

@@ -261,5 +261,5 @@ def traced(config: TrainConfig) -> Blueprint:
     return trace(
         split.module, TokenRows(config.workload.seq, packed, layout.micro, dpo), split.plan,
         loss=loss_of(config.minimized), parts=split.parts, tp=[layout.tp], precisions=[layout.precision],
-        cuts=[traced_cut(layout)], modes=traced_modes(layout),
+        cuts=[traced_cut(layout)], modes=traced_modes(layout), single=layout.micro == 1,
     )  # fmt: skip

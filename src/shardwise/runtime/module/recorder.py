@@ -171,14 +171,17 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         recorder = self._recorder
-        if recorder.program.comms.communicating:
+        offloaded = recorder.program.offloaded
+        if recorder.program.comms.communicating or (
+            offloaded and any(x.untyped_storage()._cdata in offloaded.on_host for x in _tensors(args))
+        ):
             return out
         if recorder.recording and func.namespace == "aten" and not func.is_view and not _makes_nothing(func):
             recorder.raw.operations.append(self._operation(func, args, kwargs or {}, out))
         return out
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> RawOp:
-        tensors = [x for x in _pytree.tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        tensors = _tensors(args, kwargs, out)
         distinct = {x.untyped_storage()._cdata: x for x in reversed(tensors)}
         nbytes = sum(x.numel() * x.element_size() for x in distinct.values())
         name, flops = func._overloadpacket.__name__, 0
@@ -194,6 +197,10 @@ class _Operations(TorchDispatchMode):
         recorder = self._recorder
         path = recorder.path[-1] if recorder.path and recorder.phase == "forward" else ""
         return RawOp(recorder.part, kind, name, path, recorder.phase, sizes, flops, nbytes, recorder.end)
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [x for x in _pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _makes_nothing(func: Any) -> bool:

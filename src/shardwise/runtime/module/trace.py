@@ -1,17 +1,18 @@
 """`trace`: a `Blueprint` of any `nn.Module`, observed in steps of the runtime on fake tensors.
 
 Parts and parameters are the ones that `split` finds. Each combination of tensor-parallel degree, with and without
-sequence parallelism, precision and recomputation is one traced step, at two sizes of a micro-batch. `predict` reads
-them without torch.
+sequence parallelism, precision and recomputation is one traced step, at two sizes of a micro-batch, and another one of
+a single row. `predict` reads them without torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,12 +46,16 @@ from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
 from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
 from shardwise.runtime.module.stage_recorder import MICRO_BATCHES as STAGE_MICRO_BATCHES
+from shardwise.runtime.module.stage_recorder import RawStages
 from shardwise.runtime.module.traced_chain import joined_stages, traced_chain
 
 DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
 PRECISIONS = ("bf16",)
 RECOMPUTE = ("none", "full")
+SINGLE = (1, 1)
+"""Sizes of the traced step of a single row."""
+T = TypeVar("T")
 STILL = "split and verify run it all the same, without a prediction"
 """What works for a module that cannot be traced."""
 
@@ -67,6 +72,7 @@ def trace(
     precisions: Sequence[str] = PRECISIONS,
     cuts: Sequence[str] = ("",),
     modes: Sequence[str] = RECOMPUTE,
+    single: bool = True,
 ) -> Blueprint:
     """Describe a module by its parts, parameters and traced steps, for `estimate` and `plan`. No weight is read.
 
@@ -77,7 +83,8 @@ def trace(
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
     default, alone. cuts: other keys of a layout under which it is traced, such as "ep=2" or "cp=2,cpkind=ulysses", each
     at all of these degrees; "" for none. That tokens meet in attention alone under cp is seen with weights and without
-    `loss`, else by `split` only. modes: recompute modes; "none" gives the operations.
+    `loss`, else by `split` only. modes: recompute modes; "none" gives the operations. single: whether single rows,
+    which need fewer copies, are traced, too; without them `micro=1` follows from the others.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
     module = model if isinstance(model, nn.Module) else model()
@@ -90,7 +97,7 @@ def trace(
         check_positions(module)
         if loss is None and not is_meta(module):
             check_tokens(module, example)
-    tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss, modes)
+    tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss, modes, single)
     try:
         if short := tracer.shortened():
             return short.blueprint(tp, precisions, cuts)
@@ -110,13 +117,14 @@ class _Tracer:
     def __init__(
         self, module: nn.Module, example: Any, plan: Mapping[str, str] | None, blocks: Sequence[str] | None,
         parts: Sequence[str | nn.Module] | None, loss: LossFunction, modes: Sequence[str] = RECOMPUTE,
+        single: bool = True,
     ) -> None:  # fmt: skip
-        self.modes = modes
+        self.modes, self.single = modes, single
         self.module, self.example, self.plan, self.loss, self.parts = module, example, plan, loss, parts
         self.whole: Whole | None = None
         """How a shortened module's steps become those of the whole one."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        rows = max(2, row_count(example))  # a single row needs fewer copies
+        rows = max(2, row_count(example))
         self.rows, self.seq = (rows, 2 * rows), row_length(example)
         self.blocks, self.blocks_named = find_blocks(module, blocks), list(blocks or ())
         if loss is default_loss and self.blocks:
@@ -147,7 +155,7 @@ class _Tracer:
             return None
         short = _Tracer(
             shortened(self.module, repeats), self.example, self.plan, self.blocks_named or None, self.parts, self.loss,
-            self.modes,
+            self.modes, self.single,
         )  # fmt: skip
         short.described, short.whole = self.described, Whole(repeats, short.blocks)
         return short
@@ -158,11 +166,12 @@ class _Tracer:
         """The description with all traced steps."""
         described = self._described(degrees)
         largest = self._largest(described, cuts, degrees is not None)
-        steps = []
+        asked = []
         for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, self.modes):
             layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
             split = describe(self.module, layout, self.plan, self.blocks) if spreads_experts(layout) else parts
-            steps.append(self._step(split, layout))
+            asked.append((split, layout))
+        steps = self._steps(asked)
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
@@ -197,7 +206,7 @@ class _Tracer:
             described = describe(self.module, Layout(tp=tp, sp=True), self.plan, self.blocks)
             layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, self.modes)]  # type: ignore[arg-type]
             whole = describe(self.described[0], layouts[0], self.plan, self.described[1]).blueprint
-            return whole, [self._step(described, layout) for layout in layouts]
+            return whole, self._steps([(described, layout) for layout in layouts])
         except UserError as error:
             self.uncut = self.uncut or str(error)
             return None
@@ -219,7 +228,15 @@ class _Tracer:
                     raise
         return described
 
-    def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
+    def _steps(self, asked: Sequence[tuple[DescribedModule, Layout]]) -> list[TracedStep]:
+        """The traced steps of layouts, then those of single rows, which a batch norm may not have."""
+        steps = [self._step(described, layout, self.rows) for described, layout in asked]
+        for described, layout in asked if self.single else ():
+            with suppress(UserError):
+                steps.append(replace(self._step(described, layout, SINGLE), operations=(), single=True))
+        return steps
+
+    def _step(self, described: DescribedModule, layout: Layout, sizes: Pair) -> TracedStep:
         def recorded(rows: int, crowd: int = 1) -> tuple[UnitPlan, RawStep]:
             blank = fake_copy(self.module, self.fake)
             with self.fake:
@@ -227,32 +244,40 @@ class _Tracer:
                 return fake_step(blank, described, layout, batches, self.loss, crowd)
 
         with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
-            (units, one), (_, other) = (recorded(rows) for rows in self.rows)
+            (units, one), (_, other) = _at(sizes, recorded)
             step = _joined(layout, units, one, other)
             if spreads_experts(layout):
-                crowded = [[recorded(rows, crowd)[1] for crowd in (2, 3)] for rows in self.rows]
+                crowded = _at(sizes, lambda rows: [recorded(rows, crowd)[1] for crowd in (2, 3)])
                 step = _with_received(step, units, crowded)
-        if self.chain is not None and not layout.sp:
-            step = self._with_stages(step, self.chain, layout)
+        if self.chain is not None and not layout.sp and not layout.offloads_activations:
+            step = self._with_stages(step, self.chain, layout, sizes)
         return step if self.whole is None else self.whole.step(step)
 
-    def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout) -> TracedStep:
+    def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout, sizes: Pair) -> TracedStep:
         """The step with its parts as stages. Where the module itself publishes their order, an error is the reason why
         pipelines have no predictions."""
         try:
-            described, stages = describe(self.module, layout, self.plan, self.blocks, chain), []
+            described = describe(self.module, layout, self.plan, self.blocks, chain)
+
+            def recorded(rows: int) -> RawStages:
+                blank = fake_copy(self.module, self.fake)
+                with self.fake:
+                    batches = [with_rows(self.example, rows) for _ in range(STAGE_MICRO_BATCHES)]
+                    return fake_stages(blank, described, layout, batches, self.loss)
+
             with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
-                for rows in self.rows:
-                    blank = fake_copy(self.module, self.fake)
-                    with self.fake:
-                        batches = [with_rows(self.example, rows) for _ in range(STAGE_MICRO_BATCHES)]
-                        stages.append(fake_stages(blank, described, layout, batches, self.loss))
-            return replace(step, **joined_stages(step, *stages))
+                return replace(step, **joined_stages(step, *_at(sizes, recorded)))
         except UserError as error:
-            if self.ordered:
+            if self.ordered or sizes == SINGLE:
                 raise
             self.chain, self.unpiped = None, str(error)
             return step
+
+
+def _at(sizes: Pair, recorded: Callable[[int], T]) -> tuple[T, T]:
+    """What is recorded at both sizes; once where these are equal."""
+    one = recorded(sizes[0])
+    return one, one if sizes[0] == sizes[1] else recorded(sizes[1])
 
 
 class readable:
