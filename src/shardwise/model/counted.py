@@ -78,7 +78,7 @@ class Counted:
         stored = (
             (f"its files are in {self.stored}: dequantize them first, training counts 16 bits",) if self.stored else ()
         )
-        near = "parameters are exact; activations, traffic and times are the nearest decoder's: `trace` has the class's own"
+        near = "parameters are exact; activations, traffic and times are the nearest decoder's: `trace` has the class's"
         return (*self.notes, near, *stored)
 
     def cache_bytes(
