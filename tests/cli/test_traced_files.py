@@ -66,6 +66,9 @@ def test_a_dry_run_without_the_code_says_why(command: Command, folder: Path, tmp
     trace = tmp_path / "traces" / "net.json"
     trace.write_text(json.dumps(data))
     mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "net.py:build' names no object of a file")
+    mistake(
+        command(*estimate(tmp_path, LAYOUT, "--seq", "5", "--dry-run")), "has rows of 1 elements, not 5: choose --seq 1"
+    )
     data["trace"]["source"] = None
     trace.write_text(json.dumps(data))
     mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "this file does not name the code of its module")

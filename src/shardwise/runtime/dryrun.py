@@ -101,7 +101,7 @@ def _subject(
     check_described(model, layout, workload.micro_batches(layout))
     from shardwise.runtime.module.dry_step import ModuleSource
 
-    return model, ModuleSource.of_trace(model.trace, eager)
+    return model, ModuleSource.of_trace(model.trace, eager, workload.seq)
 
 
 def _micro_batches(plan: UnitPlan) -> str:

@@ -41,7 +41,7 @@ class ModuleSource:
     parts: Sequence[str] | None = None
 
     @classmethod
-    def of_trace(cls, trace: Trace | None, layout: Layout) -> ModuleSource:
+    def of_trace(cls, trace: Trace | None, layout: Layout, seq: int) -> ModuleSource:
         """The code that a trace names. Raises `UserError` where it names none, or what is not there."""
         if trace is None or (source := trace.source) is None:
             raise UserError(
@@ -50,7 +50,10 @@ class ModuleSource:
         named = None if source.plan is None else dict(source.plan), source.blocks, source.parts
         if source.config is not None:
             model = ClassModel(source.config, str(source.config.get("model_type")))
-            return cls(layout, model.blank, TokenRows(trace.seq), token_loss, *named)
+            return cls(layout, model.blank, TokenRows(seq), token_loss, *named)
+        if seq != trace.seq:
+            raise UserError(f"{source.example} in {source.file} has rows of {trace.seq} elements, not {seq}: choose --seq "
+                            f"{trace.seq}")  # fmt: skip
         build = FromFile.parse(f"{source.file}:{source.build}")
         loss = FromFile(build.path, source.loss) if source.loss else default_loss
         return cls(layout, build, FromFile(build.path, source.example), loss, *named)
