@@ -52,8 +52,8 @@ class ModuleSource:
             model = ClassModel(source.config, str(source.config.get("model_type")))
             return cls(layout, model.blank, TokenRows(seq), token_loss, *named)
         if seq != trace.seq:
-            raise UserError(f"{source.example} in {source.file} has rows of {trace.seq} elements, not {seq}: choose --seq "
-                            f"{trace.seq}")  # fmt: skip
+            at = f"{source.example} in {source.file}"
+            raise UserError(f"{at} has rows of {trace.seq} elements, not {seq}: choose --seq {trace.seq}")
         build = FromFile.parse(f"{source.file}:{source.build}")
         loss = FromFile(build.path, source.loss) if source.loss else default_loss
         return cls(layout, build, FromFile(build.path, source.example), loss, *named)
