@@ -123,3 +123,17 @@ def test_a_configuration_is_traced_by_its_class(
 def test_options_of_files_are_no_options_of_configurations(command: Command, configuration: Path, folder: Path) -> None:
     mistake(command("trace", configuration, "--loss", "loss"), "--loss is for FILE.py:NAME")
     mistake(command("trace", folder / "code" / "net.py:build", "--seq", "8"), "--seq is for a configuration")
+
+
+def test_a_traced_configuration_is_planned_and_trained(
+    command: Command, ranks_command: Command, configuration: Path, tmp_path: Path
+) -> None:
+    trace = configuration / "trained.json"
+    answered(command, "trace", configuration, "--seq", "16", "--tp", "1", "--out", trace)
+    code, out, err = command("plan", trace, "--cluster", "4xH100", "--batch", "8")
+    assert (code, err) == (0, "") and f"shardwise train {trace}" in out.replace(" \\\n     ", "")
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
+    words = ["--layout", "dp=2,zero=1", "--data", tmp_path / "text.txt", "--vocab", "300", "--seq", "16", "--batch", "4"]
+    result = answered(ranks_command, "train", trace, *words, "--steps", "2", "--out", tmp_path / "run", "--report")
+    assert result["steps"] == 2
+    assert "Starcoder2" in json.loads((tmp_path / "run" / "reports" / "predicted.json").read_text())["model"]["name"]

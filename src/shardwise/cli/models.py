@@ -7,7 +7,7 @@ from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.blueprint_file import read_blueprint
+from shardwise.model.blueprint_file import configuration, read_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.model.hub import OFFLINE
@@ -50,10 +50,8 @@ class LoraOptions(CommandOptions):
 def model_of(args: Any, runs: bool = False) -> ModelConfig:
     """The model that the arguments describe. runs: whether a run follows, which warns of what adapters' settings it
     leaves out. Raises `UserError`."""
-    described = isinstance(args.model, ModelConfig)
-    model = change(
-        args.model if described else resolve(args.model, stored=getattr(args, "serve", False)), ",".join(args.set)
-    )
+    described = args.model if isinstance(args.model, ModelConfig) else _of_trace(args.model)
+    model = change(described or resolve(args.model, stored=getattr(args, "serve", False)), ",".join(args.set))
     if getattr(args, "lora", None) is None:
         return model
     if runs and (model.experts or model.latent_attention):  # which decoders here train whole
@@ -70,6 +68,16 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
     adapted = model.replace(lora=Lora.parse(args.lora))
     blueprint(adapted)  # raises for targets that it has not
     return adapted
+
+
+def _of_trace(text: str) -> ModelConfig | None:
+    """The configuration of a traced class of transformers; None where the text names none."""
+    if (config := configuration(read_blueprint(text))) is None:
+        return None
+    from shardwise.model.huggingface import read_fields
+    from shardwise.runtime.job.losses import by_class
+
+    return by_class(read_fields(dict(config), Path(text).stem))
 
 
 def adapters_of(args: Any) -> Path | None:

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model.blueprint import Blueprint
@@ -39,6 +40,12 @@ def read_blueprint(path: str) -> Blueprint | None:
         raise UserError(f"{path} is damaged: {error}") from None
     del data["format"]
     return _moved(Blueprint.from_json(data), lambda source: os.path.normpath(file.resolve().parent / source))
+
+
+def configuration(model: object) -> Mapping[str, Any] | None:
+    """The config.json of a traced class of transformers; None for other models."""
+    trace = model.trace if isinstance(model, Blueprint) else None
+    return trace.source.config if trace and trace.source else None
 
 
 def _moved(blueprint: Blueprint, path: Callable[[str], str]) -> Blueprint:

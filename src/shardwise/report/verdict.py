@@ -199,7 +199,7 @@ def _work(timeline: Sequence[TimeSpan]) -> Work:
     kinds: defaultdict[str, list[TimeSpan]] = defaultdict(list)
     for span in timeline:
         if span.stream == COMPUTE:
-            kinds[re.sub(r"[.\d]+", "", span.name)].append(span)
+            kinds[re.sub(r"\.\d+|\d+", "", span.name)].append(span)
     return {
         kind: (sum(s.stop - s.start for s in spans) - core_wait(iter(spans)), len({s.name for s in spans}))
         for kind, spans in kinds.items()
