@@ -43,12 +43,19 @@ def file_limit(error: BaseException) -> str:
 
 
 @contextmanager
-def os_errors(doing: str, instead: str = "", typed: Path | str = "") -> Iterator[None]:
-    """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do. typed: the user's path."""
+def os_errors(doing: str, instead: str = "", typed: Path | str = "", damaged: str = "") -> Iterator[None]:
+    """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do. typed: the user's path.
+    damaged: message for contents that are not what they should be; behind a colon comes the reason."""
     try:
         yield
+    except UserError:
+        raise
     except OSError as error:
-        raise UserError(f"cannot {doing}: {error.strerror}{(typed and near_path(typed)) or instead}") from None
+        raise UserError(f"cannot {doing}: {error.strerror or error}{(typed and near_path(typed)) or instead}") from None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if not damaged:
+            raise
+        raise UserError(f"{damaged} {error}" if damaged.endswith(":") else damaged) from None
 
 
 def nearest(name: str, known: Collection[str], most: int = 1, cutoff: float = 0.6) -> list[str]:

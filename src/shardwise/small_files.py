@@ -1,9 +1,11 @@
 """Small text files that a user names, such as a `config.json`: read whole, but never without an end."""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 MOST = 1 << 24
 """Bytes of the largest file that is read: a `config.json` has some kilobytes, a cluster's file some hundred."""
@@ -25,6 +27,15 @@ def read_small(path: Path, most: int = MOST) -> str:
             if len(content) > most:
                 raise _too_large(path, most)
     return content.decode("utf-8")
+
+
+def json_object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where it holds none, or cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _check(path: Path, about: os.stat_result, most: int) -> None:

@@ -19,7 +19,7 @@ from shardwise.audit.differences import Difference, first_difference
 from shardwise.audit.reading import RECORDINGS, RankRecording, read_folder
 from shardwise.audit.recorder import VARIABLE
 from shardwise.codec import Json
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 
 _ENDED = "ended.json"
 """File in a recording's folder: an `_Ended`."""
@@ -124,10 +124,8 @@ def run_audited(
     """
     check_command(command)
     began = time.monotonic()
-    try:
+    with os_errors(f"start {command[0]}"):
         process = subprocess.Popen(command, env=audited_environment(folder), stdout=stdout, start_new_session=True)
-    except OSError as error:
-        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
     watched = _Watched(folder)
     try:
         difference = _watch(process, watched, hang, received, note)

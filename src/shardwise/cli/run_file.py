@@ -46,12 +46,8 @@ def values_of(name: str, argv: list[str]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with os_errors("read it", typed=path):
-        text = read_small(path)
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:
-        raise UserError(f"not valid TOML: {error}") from None
+    with os_errors("read it", typed=path, damaged="not valid TOML:"):
+        return tomllib.loads(read_small(path))
 
 
 def _values(parser: Parser, table: dict[str, Any], given: dict[str, Any], more: type | None) -> dict[str, Any]:

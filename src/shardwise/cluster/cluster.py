@@ -14,7 +14,7 @@ from shardwise.cluster.catalog import Accelerator
 from shardwise.cluster.device import HOST_FIELDS, MOST_OVER_PCIE, PCIE, RATES, UNKNOWN, Device, Host, Link, Speed
 from shardwise.cluster.networks import network_of
 from shardwise.cluster.paths import CHAIN, PAIRS, RING, NodePaths, paths_of, slowest
-from shardwise.errors import UserError, near_path
+from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.small_files import read_small
 
@@ -219,12 +219,9 @@ def _count(digits: str, text: str) -> int:
 def _from_toml(path: Path) -> Cluster:
     import tomllib
 
-    try:
+    damaged = f"cluster file {path} is not valid TOML:"
+    with os_errors(f"read cluster file {path}", typed=path, damaged=damaged):
         data = tomllib.loads(read_small(path))
-    except OSError as error:
-        raise UserError(f"cannot read cluster file {path}: {error.strerror}{near_path(path)}") from None
-    except ValueError as error:
-        raise UserError(f"cluster file {path} is not valid TOML: {error}") from None
     try:
         return _from_table(data)
     except UserError as error:

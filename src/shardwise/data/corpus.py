@@ -165,7 +165,7 @@ def prepare(
     fingerprint = _fingerprint(text, settings, tokenizer, vocab)
     if only is not None and fingerprint != only:
         raise UserError("the text or its settings have changed")
-    try:
+    with os_errors(f"write the corpus to {out}"):
         name, found = _place(Path(out), fingerprint, say)
         if found is None and tokenizer is None and kept is not None:
             if kept.is_file():
@@ -179,8 +179,6 @@ def prepare(
             return found
         made = _Preparation(material, max_bytes, validation_fraction, say)
         return _publish(Path(out), name, lambda folder: made.write(folder, tokenizer, vocab, fingerprint))
-    except OSError as error:
-        raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from None
 
 
 def _of_dialogues(source: str, tokenizer: Path | None, kept: Path | None) -> Path:

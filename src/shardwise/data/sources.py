@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from shardwise.data.extras import require
-from shardwise.errors import UserError, near_path
+from shardwise.errors import UserError, near_path, os_errors
 
 STDLIB = "stdlib"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -223,7 +223,7 @@ def _file(path: Path, text_field: str | None, most: int | None) -> Iterator[str]
     """The documents of one file, by its suffix; records as JSON where there is no `text_field`. most: as in
     `Source.documents`."""
     kind = suffix(path).removesuffix(GZIP_SUFFIX)
-    try:
+    with os_errors(f"read {path}"):
         if text_field is None and kind not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
             raise _NotTextError(f"{path} has no records of dialogues; give .jsonl or .parquet files")
         if kind in JSONL_SUFFIXES:
@@ -235,8 +235,6 @@ def _file(path: Path, text_field: str | None, most: int | None) -> Iterator[str]
             yield from _parquet(path, text_field)
         else:
             yield _text(path, most)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 @contextmanager

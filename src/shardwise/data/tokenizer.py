@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.data.extras import require
 from shardwise.data.sampler import uniform
 from shardwise.errors import UserError
+from shardwise.small_files import json_object_in
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,13 +38,13 @@ def declared_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """
     ids: list[int] = []
     for name in MODEL_FILES:
-        config = _content(folder / name)
+        config = json_object_in(folder / name)
         nested = config.get("text_config")
         for source in (config, nested if isinstance(nested, dict) else {}):
             value = source.get("eos_token_id")
             ids += [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
     for name in TOKENIZER_FILES:
-        word = token_text(_content(folder / name).get("eos_token"))
+        word = token_text(json_object_in(folder / name).get("eos_token"))
         token = tokenizer.token_to_id(word) if word is not None else None
         ids += [] if token is None else [token]
     return [token for token in dict.fromkeys(ids) if token >= 0]
@@ -91,14 +92,6 @@ def read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
     return (template if isinstance(template, str) else None), names
-
-
-def _content(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.lab.network import LabNetwork, PortBytes
 from shardwise.runtime.job.hosts import PORT, VARIABLE, HostFile, LaunchHost
 
@@ -94,7 +94,7 @@ def _start(words: list[str], variables: dict[str, str], stdout: int | None) -> s
         if os.getppid() != maker:
             os._exit(1)
 
-    try:
+    with os_errors(f"start {words[0]}"):
         return subprocess.Popen(
             words,
             env={**os.environ, **variables},
@@ -103,8 +103,6 @@ def _start(words: list[str], variables: dict[str, str], stdout: int | None) -> s
             start_new_session=True,
             preexec_fn=end_with_the_lab,
         )
-    except OSError as error:
-        raise UserError(f"cannot start {words[0]}: {error.strerror}") from None
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], received: list[int]) -> int:

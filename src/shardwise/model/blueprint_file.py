@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.model.blueprint import Blueprint
 from shardwise.small_files import read_small
 
@@ -20,10 +20,8 @@ MOST = 1 << 28
 def write_blueprint(blueprint: Blueprint, path: Path | str) -> None:
     """Write a blueprint as JSON. Raises `UserError` where it cannot be written."""
     blueprint = _moved(blueprint, lambda file: os.path.relpath(file, Path(path).resolve().parent))
-    try:
+    with os_errors(f"write {path}"):
         Path(path).write_text(json.dumps({"format": FORMAT, **blueprint.to_json()}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_blueprint(path: str) -> Blueprint | None:

@@ -161,11 +161,9 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    with os_errors(f"read {path}", "; give a config.json or the folder that holds it", typed=path):
-        try:
-            data = json.loads(read_small(path))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from None
+    instead, damaged = "; give a config.json or the folder that holds it", f"{path} is not valid JSON:"
+    with os_errors(f"read {path}", instead, typed=path, damaged=damaged):
+        data = json.loads(read_small(path))
     if not isinstance(data, dict):
         raise UserError(f"{path} is JSON, but not the object that a config.json is")
     stem = path.resolve().parent.name if path.name == "config.json" else path.stem

@@ -89,20 +89,14 @@ class RankTimelines:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read what `write` has written. Raises `UserError` naming the file when it is missing or damaged."""
-        with os_errors(f"read timelines {path}"):
-            text = path.read_bytes()
-        try:
-            data = json.loads(text)
+        with os_errors(f"read timelines {path}", damaged=f"{path} is damaged: it holds no timelines"):
+            data = json.loads(path.read_bytes())
             if (version := data["schema_version"]) != VERSION:
                 raise UserError(f"{path}: timelines of schema version {version!r}, not {VERSION}")
             names, streams = data["names"], data["streams"]
             args = data.get("args", [{}])  # absent from older files
             ranks = tuple(_rank(one, names, streams, args) for one in data["timelines"])
             return cls(int(data["step"]), int(data["world"]), ranks)
-        except UserError:
-            raise
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise UserError(f"{path} is damaged: it holds no timelines") from None
 
 
 def _rank(data: Mapping[str, Any], names: list[str], streams: list[str], args: list[dict[str, Any]]) -> RankTimeline:

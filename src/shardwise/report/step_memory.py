@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.codec import Json
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import os_errors
 from shardwise.report.files import write_whole
 from shardwise.report.palette import BYTE_CLASSES
 
@@ -140,13 +140,8 @@ def write_memory(path: Path, traces: Sequence[StepMemory]) -> None:
 
 def read_memory(path: Path) -> tuple[StepMemory, ...]:
     """What `write_memory` has written. Raises `UserError` naming the file where it is missing or damaged."""
-    with os_errors(f"read memory trace {path}"):
-        text = path.read_bytes()
-    try:
-        data = json.loads(text)
-        return tuple(StepMemory.from_json(one) for one in data["ranks"])
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is damaged: it holds no memory trace") from None
+    with os_errors(f"read memory trace {path}", damaged=f"{path} is damaged: it holds no memory trace"):
+        return tuple(StepMemory.from_json(one) for one in json.loads(path.read_bytes())["ranks"])
 
 
 def memory_snapshot(events: Sequence[StorageEvent]) -> dict[str, Any]:

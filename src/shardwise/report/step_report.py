@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.codec import Json
-from shardwise.errors import UserError, near_path
+from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.report.files import write_whole
 from shardwise.report.printing import Bar, Printable
@@ -239,14 +239,12 @@ class StepReport(Printable, Json):
     def read(cls, path: Path | str) -> StepReport:
         """Read a report file. Raises `UserError` naming the file when it is missing or damaged."""
         path = Path(path)
+        with os_errors(f"read report {path}", typed=path, damaged=f"{path} is not valid JSON:"):
+            data = json.loads(path.read_text())
         try:
-            return cls.from_json(json.loads(path.read_text()))
-        except OSError as error:
-            raise UserError(f"cannot read report {path}: {error.strerror}{near_path(path)}") from None
+            return cls.from_json(data)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def merge_roles(per_rank: dict[int, Role]) -> tuple[Role, ...]:

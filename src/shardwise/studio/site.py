@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.report.files import write_whole
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import View, encode, exact
@@ -106,12 +106,10 @@ def write_site(
     """
     answers = folder / "answers"
     written: dict[str, list[Preset]] = {view: [] for view in views}
-    try:
+    with os_errors(f"write {answers}"):
         answers.mkdir(parents=True, exist_ok=True)
         for older in (path for view in written for path in answers.glob(f"{view}-*.js")):
             older.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write {answers}: {error.strerror}") from None
     further = [parse_view(text) for text in also]
     for view, states in written.items():
         more = (preset_of(view, given) for name, given in further if name == view)

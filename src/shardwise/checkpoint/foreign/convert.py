@@ -4,7 +4,6 @@ Names are our decoder's or Hugging Face's, behind whatever prefix. A moment lies
 transposed or fused there is cut the same way.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,6 +25,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.families import family_of
 from shardwise.model.parameters import blueprint, foreign_slices, parameters
+from shardwise.small_files import json_object_in
 
 _READERS = {"dcp": dcp.read, "deepspeed": deepspeed.read}
 FORMATS = tuple(_READERS)
@@ -62,11 +62,7 @@ def _detect(folder: Path) -> str:
 
 def _refuse_megatron(folder: Path) -> None:
     """megatron-core 0.16 neither trains nor saves without CUDA: none can be made where shardwise is tested."""
-    try:
-        content = json.loads((folder / "metadata.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        content = None
-    torch_dist = isinstance(content, dict) and "sharded_backend" in content
+    torch_dist = "sharded_backend" in json_object_in(folder / "metadata.json")
     if torch_dist or (folder / "latest_checkpointed_iteration.txt").exists():
         raise UserError(
             f"{folder} is a Megatron-LM checkpoint, which shardwise does not read: export it as a Hugging Face folder, "

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.data.tokenizer import KNOWN_ENDS, declared_ends, prepared_end
 from shardwise.report.run_directory import COMPANIONS
+from shardwise.small_files import json_object_in
 
 CONFIG, GENERATION, TOKENIZER, SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -59,7 +60,7 @@ def companions_of(checkpoint: Checkpoint) -> Path | None:
 
 def base_dtype(folder: Path | None, known: Sequence[str]) -> str | None:
     """dtype of the weights that a run started from, according to their config.json; None where it is not `known`."""
-    config = content_of(folder / CONFIG) if folder is not None else {}
+    config = json_object_in(folder / CONFIG) if folder is not None else {}
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return dtype if dtype in known else None
 
@@ -74,11 +75,11 @@ class Companions:
     def ids(self) -> dict[str, Any]:
         """The special tokens of config.json, as it had them before; else the end of text. Of a tokenizer that has no
         such token they are defaults of the model's family."""
-        config = content_of(self.folder / CONFIG) if self.folder is not None else {}
+        config = json_object_in(self.folder / CONFIG) if self.folder is not None else {}
         return {"bos_token_id": None, "eos_token_id": self._end()[1]} | self._known(config)
 
     def _known(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        special = _Vocabulary(content_of(self.tokenizer)).special
+        special = _Vocabulary(json_object_in(self.tokenizer)).special
         ids = {name: config[name] for name in _IDS if config.get(name) is not None}
         return {
             name: value for name, value in ids.items() if {*(value if isinstance(value, list) else [value])} <= special
@@ -87,7 +88,7 @@ class Companions:
     def _generation(self) -> dict[str, Any]:
         """generation_config.json as it was before, without ids that are none of the tokenizer's special tokens, and
         with an end of text."""
-        config = content_of(self.folder / GENERATION) if self.folder is not None else {}
+        config = json_object_in(self.folder / GENERATION) if self.folder is not None else {}
         ids = {name: value for name, value in self.ids().items() if name != "pad_token_id"}
         if not config:
             return ids
@@ -112,7 +113,7 @@ class Companions:
 
     def _end(self) -> tuple[str, int] | tuple[None, None]:
         """The token that ends a document, as `data.tokenizer.end_of_text` has it, without the library."""
-        vocabulary = _Vocabulary(content_of(self.tokenizer))
+        vocabulary = _Vocabulary(json_object_in(self.tokenizer))
         folders = [self.tokenizer.parent] if self.folder is None else [self.folder, self.tokenizer.parent]
         declared = [end for folder in folders for end in declared_ends(folder, vocabulary)]  # type: ignore[arg-type]
         ends = [*map(prepared_end, folders), *(end for end in declared if end in vocabulary.special)]
@@ -137,15 +138,6 @@ class _Vocabulary:
 
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
-
-
-def content_of(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

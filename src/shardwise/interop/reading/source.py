@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.extras import require
-from shardwise.errors import UserError, near_path
+from shardwise.errors import UserError, near_path, os_errors
 from shardwise.interop.reading.arguments import parse
 from shardwise.interop.reading.recognized import engine_of, engines, names
 from shardwise.interop.reading.shell import Command, commands
@@ -121,12 +121,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    try:
+    with os_errors(f"read {path}", typed=path, damaged=f"cannot read {path}: it is no text"):
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}{near_path(path)}") from None
-    except ValueError:
-        raise UserError(f"cannot read {path}: it is no text") from None
 
 
 def _documents(path: Path) -> list[Any]:

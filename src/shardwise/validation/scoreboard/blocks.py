@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster, catalog
 from shardwise.cluster.catalog import accelerators
-from shardwise.errors import UserError, near_path
+from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
@@ -79,13 +79,10 @@ class BlockScore:
 
 def read_blocks(path: Path) -> tuple[Cluster, list[Mapping[str, Any]]]:
     """The device and the rows of a file. Raises `UserError` for a file of another form, and for an unknown device."""
-    try:
+    other = f"{path} must be a JSON object with `device` and `rows`, as h100_blocks.json has"
+    with os_errors(f"read {path}", typed=path, damaged=other):
         table = json.loads(path.read_text(encoding="utf-8"))
         name, rows = str(table["device"]), list(table["rows"])
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}{near_path(path)}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} must be a JSON object with `device` and `rows`, as h100_blocks.json has") from None
     drivers = {entry.driver_name: device for device, entry in accelerators().devices.items() if entry.driver_name}
     known = [driver for driver in drivers if driver in name]
     if not known:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.cluster import Cluster, Device
-from shardwise.errors import UserError, near_path
+from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.formats import weight_format
 from shardwise.model.parameters import count
@@ -142,12 +142,8 @@ class Skipped:
 
 def read(path: Path) -> list[Row]:
     """The rows of a table. Raises `UserError` for a file that is not a JSON list of objects with a `source_id`."""
-    try:
+    with os_errors(f"read {path}", typed=path, damaged=f"{path} is not JSON:"):
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}{near_path(path)}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} must be a JSON list of objects, one a measurement")
     for number, row in enumerate(rows):
