@@ -59,7 +59,7 @@ def test_flops_are_those_of_the_configuration(traced):
     assert training_flops_per_sequence(traced, SEQ) == pytest.approx(training_flops_per_sequence(SAME, SEQ), rel=0.02)
 
 
-@pytest.mark.parametrize("layout", ["dp=8,zero=1,micro=2", "dp=4,tp=2,zero=3,micro=4", "dp=8,recompute=full"])
+@pytest.mark.parametrize("layout", ["dp=8,zero=1", "dp=4,tp=2,zero=3", "dp=8,recompute=full,sync=local,every=4"])
 def test_estimates_are_near_those_of_the_configuration(traced, layout):
     """Products and state are the same; other software saves more, and launches more kernels."""
     workload = Workload(seq=SEQ, batch=64)
@@ -68,7 +68,8 @@ def test_estimates_are_near_those_of_the_configuration(traced, layout):
     for name in ("parameters", "optimizer"):
         assert getattr(mine.bytes, name) == pytest.approx(getattr(theirs.bytes, name), rel=0.001)
     assert one.timing["parts"]["matmul"] == pytest.approx(other.timing["parts"]["matmul"], rel=0.1)
-    assert one.timing["parts"]["optimizer"] == pytest.approx(other.timing["parts"]["optimizer"], rel=0.01)
+    for name in ("optimizer", *["outer"] * ("local" in layout)):
+        assert one.timing["parts"][name] == pytest.approx(other.timing["parts"][name], rel=0.01)
     assert one.timing["parts"]["memory"] > other.timing["parts"]["memory"]
     if "full" not in layout:
         assert mine.bytes.saved > theirs.bytes.saved

@@ -82,6 +82,7 @@ HOMES = of_two_rows(
     ("deepseek", "dp=2,zero=2", 1),
     ("llama", "dp=2,zero=1,micro=1", 2),
     ("gemma3", "tp=2,offload_activations=cpu,micro=3", 2),
+    ("gemma3", "dp=2,zero=1,sync=local,every=2,outer=nesterov,outer_bits=4,recompute=full", 2),
     ("mixtral", "dp=2,ep=2,zero=3,offload_activations=cpu,recompute=full", 2),
 )
 """Sequence parallelism, homes off the device, mixtures whose experts all ranks have, and single rows."""

@@ -391,7 +391,7 @@ class Keys:
     sync: str = key(
         "allreduce",
         "how replicas agree (`layout.sync`)",
-        "untraced uncounted unadapted training",
+        "uncounted unadapted training",
         choices=("allreduce", *SERVED, "local"),
         rules=(_ROUNDS,),
     )

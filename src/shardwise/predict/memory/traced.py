@@ -14,6 +14,7 @@ from shardwise.layout.layout import traced_cut
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.predict.memory.buffers import MemoryByClass, held_through_step
+from shardwise.predict.memory.outer import outer_transient
 
 if TYPE_CHECKING:
     from shardwise.model.trace import Trace, TracedStep
@@ -91,6 +92,7 @@ def traced_moments(
     for held in held_through_step(plan):
         beside = later if held.adds else first
         if held.when in ("landing", "optimizer", "outer"):
-            yield held, earlier + beside["reduction", root] + optimizer * (held.when == "optimizer")
+            transient = {"optimizer": optimizer, "outer": outer_transient(plan)}.get(held.when, 0)
+            yield held, earlier + beside["reduction", root] + transient
         else:
             yield held, earlier + beside[held.when, held.part]

@@ -27,7 +27,8 @@ def outer_seconds(model: Model, layout: Layout, split: StepShape, engine: Engine
     tables, blocks = float(table_parameters(model, split, engine)), float(model.layers / split.pp)
     shards = float(split.shard) if split.zero else 1.0
     # (how many, elements of a rank's interval): units are exchanged one after the other.
-    units = [(blocks, (dense - tables) / blocks / shards), (1.0 if model.tied else 2.0, tables / shards)]
+    ends = 1.0 if model.tied or layout.pp > 1 else 2.0
+    units = [(blocks, (dense - tables) / blocks / shards), (ends, tables / ends / shards)]
     if model.experts:
         units.append((blocks, routed / blocks / float(split.expert_shard)))
     averages = layout.moments == "average" and layout.independent > 1

@@ -166,12 +166,12 @@ class _Tracer:
         """The description with all traced steps."""
         described = self._described(degrees)
         largest = self._largest(described, cuts, degrees is not None)
-        asked = []
+        cases = []
         for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, self.modes):
             layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
             split = describe(self.module, layout, self.plan, self.blocks) if spreads_experts(layout) else parts
-            asked.append((split, layout))
-        steps = self._steps(asked)
+            cases.append((split, layout))
+        steps = self._steps(cases)
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
@@ -228,10 +228,10 @@ class _Tracer:
                     raise
         return described
 
-    def _steps(self, asked: Sequence[tuple[DescribedModule, Layout]]) -> list[TracedStep]:
+    def _steps(self, cases: Sequence[tuple[DescribedModule, Layout]]) -> list[TracedStep]:
         """The traced steps of layouts, then those of single rows, which a batch norm may not have."""
-        steps = [self._step(described, layout, self.rows) for described, layout in asked]
-        for described, layout in asked if self.single else ():
+        steps = [self._step(described, layout, self.rows) for described, layout in cases]
+        for described, layout in cases if self.single else ():
             with suppress(UserError):
                 steps.append(replace(self._step(described, layout, SINGLE), operations=(), single=True))
         return steps

@@ -242,6 +242,7 @@ class OuterStep:
                     unit.average(kind, numbers, self._comms)
                 if self._plan.layout.offload_home != "none":
                     self._note_copies(unit, numbers.dtype)
+                del numbers  # before there is room for the next unit's
 
     def average_moments(self) -> None:
         """Give all replicas the mean of their moments. All ranks call this together."""
