@@ -133,7 +133,8 @@ def test_a_traced_configuration_is_planned_and_trained(
     code, out, err = command("plan", trace, "--cluster", "4xH100", "--batch", "8")
     assert (code, err) == (0, "") and f"shardwise train {trace}" in out.replace(" \\\n     ", "")
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
-    words = ["--layout", "dp=2,zero=1", "--data", tmp_path / "text.txt", "--vocab", "300", "--seq", "16", "--batch", "4"]
+    text = ["--data", tmp_path / "text.txt", "--vocab", "300"]
+    words = ["--layout", "dp=2,zero=1", *text, "--seq", "16", "--batch", "4"]
     result = answered(ranks_command, "train", trace, *words, "--steps", "2", "--out", tmp_path / "run", "--report")
     assert result["steps"] == 2
     assert "Starcoder2" in json.loads((tmp_path / "run" / "reports" / "predicted.json").read_text())["model"]["name"]

@@ -22,7 +22,7 @@ WRITING = {
     "word", "words", "usual", "written", "layout", "work", "model", "nodes", "steps", "source", "unnamed", "stored",
     "stored_cache",
     "version", "engine", "file", "launch", "seq", "batch", "optimizer", "isolate_documents", "weights", "cache",
-    "length", "sequences", "tokens", "memory",
+    "length", "sequences", "tokens", "memory", "module", "blocks",
 }  # fmt: skip
 DERIVED = {"others", "kind", "processes", "machines", "plain"}
 """Names that an engine's functions give, or that the engine which includes a file has."""
@@ -41,7 +41,9 @@ def expressions(one: EngineSpec) -> Iterator[tuple[str, set[str]]]:
         if row.write:
             yield row.write, given | LAYOUT | WRITING
     for kind, remarks in one.remarks.items():
-        names = {"comments": LAYOUT | WRITING, "objections": MODEL | {"model", "options", "catalog"}}.get(kind, READING)
+        names = {"comments": LAYOUT | WRITING, "objections": MODEL | {"model", "module", "options", "catalog"}}.get(
+            kind, READING
+        )
         for remark in remarks:
             known = names | (rows if names is READING else given)
             yield remark.when, known

@@ -67,12 +67,12 @@ def run(args: EmitOptions) -> int:
         leave_out(args, JOB, "is for --slurm: add it, or leave that out")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
+    layout = Layout.parse(args.layout)
     given_here = [name for name in (("seq", "batch") if writer.serves else SERVING) if getattr(args, name) is not None]
     if given_here:
         right = SERVING if writer.serves else ("seq", "batch")
         kind, flags = ("serves" if writer.serves else "trains"), " and ".join(f"--{name}" for name in right)
         raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
-    layout = Layout.parse(args.layout)
     model = traced_of(args) or change(resolve(args.model, stored=writer.serves), ",".join(args.set))
     workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
