@@ -95,8 +95,7 @@ def traced(
 
 def measured(rank: int, case: TracedCase) -> StepReport:
     layout = Layout.parse(case.layout)
-    plan = case.plan if layout.tp > 1 else None
-    parts = case.parts if layout.pp > 1 else None
+    plan, parts = case.plan if layout.tp > 1 else None, case.parts if layout.pp > 1 else None
     example = case.batch(1) if layout.cp > 1 else None
     model = split(case.build(), layout, plan, example, parts=parts, accumulate=case.accumulate)
     place = model.program.comms.index(DP)

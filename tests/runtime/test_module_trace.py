@@ -89,7 +89,7 @@ HOMES = of_two_rows(
 CUTS = of_two_rows(
     ("mixtral", "dp=2,ep=2,zero=3", 2),
     ("deepseek", "dp=2,tp=2,ep=2,zero=1", 1),
-    ("mixtral", "tp=2,ep=2,recompute=full", 2),
+    ("mixtral", "dp=2,tp=2,ep=2,etp=2,recompute=full", 2),
     ("deepseek", "dp=4,ep=4,zero=2", 2),
     ("mixtral", "cp=2,tp=2,ep=4", 1),
     ("llama", "cp=2,precision=fp32", 2),
@@ -235,6 +235,7 @@ def twice(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
         (lambda: 3, {}, r"trace takes an nn.Module or a function that builds one, not int"),
         (nn.Identity, {}, r"has no parameters"),
         (Uneven, {"plan": {"up": "column", "down": "row"}, "tp": [2]}, r"tp=2 does not divide the 9 outputs of up"),
+        (Uneven, {"tp": [1], "cuts": ["ep=2,etp=2"]}, "cuts: 'ep=2,etp=2' needs tp=2: trace that degree, too"),
         (Uneven, {"tp": [2]}, r"tp=2 needs a plan, and Uneven publishes none"),
         (Uneven, {"plan": {"upp": "column"}}, r"no map is named 'upp'; did you mean up"),
         (Uneven, {"loss": twice}, r"the loss calls the module twice with gradients, and a prediction has one pass"),
@@ -471,8 +472,7 @@ def test_the_page_has_what_the_commands_print(tmp_path, monkeypatch):
         lines = [f"$ shardwise {words}", *(line.rstrip() for line in done.stdout.splitlines())]
         if block.endswith("\n...\n"):  # the page has the first lines alone
             lines[block.count("\n") - 1 :] = ["..."]
-        lines.append("")
-        page = page.replace(block, "\n".join(lines))
+        page = page.replace(block, "\n".join([*lines, ""]))
     if os.environ.get("SHARDWISE_SNAPSHOTS") == "write":
         PAGE.write_text(page, encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == page

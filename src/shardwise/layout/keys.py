@@ -291,7 +291,7 @@ class Keys:
     etp: int = key(
         0,
         "ranks that share the width of one expert; 0: tp where ep is 1, else 1",
-        "untraced untimed",
+        "apart untimed",
         of=("tp", "ep"),
         usual=lambda x: x.tp if x.ep == 1 else 1,
         rules=(

@@ -5,13 +5,13 @@
 that contradicts itself fails here; whether it suits a model is `legality.py`'s question.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
-from shardwise.layout.axes import EP
+from shardwise.layout.axes import DP, EP, ETP, TP
 from shardwise.layout.keys import APART, KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
 from shardwise.records import dataclass
 
@@ -214,10 +214,10 @@ def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
     values = read(cut, f"cuts: {cut!r}", APART) if isinstance(cut, str) else cut
     if other := next((name for name in values if name not in APART), ""):
         raise UserError(f"cuts: {cut!r}: {other} is none of {', '.join(APART)}: leave it out")
-    return Layout(dp=max(1, values.get(EP[0], 1)), **values, **keys)
+    ranks = {DP[0]: max(1, values.get(EP[0], 1)), TP[0]: max(1, values.get(ETP[0], 1))}
+    return Layout(**{**ranks, **values, **keys})
 
 
-def most_cut(cuts: Iterable[str], tp: int) -> Layout:
-    """A layout that cuts all that layouts of these cuts, as of `traced_cut`, cut."""
-    layouts = {layout.ep > 1: layout for layout in (cut_layout(cut, tp=tp) for cut in cuts)}
-    return replace(layouts[True], etp=tp) if len(layouts) > 1 else next(iter(layouts.values()))
+def suits_cut(cut: str, tp: int) -> bool:
+    """Whether so many tensor-parallel ranks can have a cut: one that splits experts is for its number of ranks."""
+    return cut_layout(cut).expert_tp in (1, tp)

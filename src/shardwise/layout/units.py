@@ -214,8 +214,7 @@ class UnitPlan:
     def as_micro_batch(self, micro: int) -> UnitPlan:
         """A copy whose every micro-batch has exchanged the rows that one of them has."""
         assert self.routed
-        rows = tuple((part, counts[micro : micro + 1]) for part, counts in self.routed.rows)
-        return replace(self, routed=RoutedRows(rows))
+        return replace(self, routed=RoutedRows(tuple((part, of[micro : micro + 1]) for part, of in self.routed.rows)))
 
     @cached_property
     def routing(self) -> RankRouting:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout import Layout
 from shardwise.layout.context import SequenceCut, cuts_sequences
-from shardwise.layout.layout import most_cut
 from shardwise.layout.modules import fewest_micro_batches
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import read_fields, to_huggingface
@@ -281,6 +280,8 @@ class ClassModel:
     def widest(self, cuts: Sequence[str], degrees: Sequence[int] | None, seq: int) -> ClassSplit:
         """How the largest of some tensor-parallel degrees (None: those that suit) cuts it, under these values of
         `traced_cut`, as stages where its parts can be. Raises `UserError` as `split`."""
+        from shardwise.runtime.module.trace import most_cut
+
         tried = [(tp, pp) for tp in ([max(degrees)] if degrees else [2, 1]) for pp in (2, 1)]
         for place, (tp, pp) in enumerate(tried):
             try:

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import LayoutError, UserError, brief
 from shardwise.layout import Layout
-from shardwise.layout.axes import CP
+from shardwise.layout.axes import CP, ETP, TP
 from shardwise.layout.context import cuts_sequences
 from shardwise.layout.experts import spreads_experts
-from shardwise.layout.layout import cut_layout, most_cut, traced_cut
+from shardwise.layout.layout import cut_layout, suits_cut, traced_cut
 from shardwise.layout.state_rows import state_rows
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
@@ -165,13 +165,16 @@ class _Tracer:
     ) -> Blueprint:
         """The description with all traced steps."""
         described = self._described(degrees)
+        if alone := next((cut for cut in cuts if not any(suits_cut(cut, tp) for tp in described)), ""):
+            raise UserError(f"cuts: {alone!r} needs tp={cut_layout(alone).expert_tp}: trace that degree, too")
         largest = self._largest(described, cuts, degrees is not None)
-        cases = []
+        described_by: dict[Layout, DescribedModule] = {}
         for cut, (tp, parts), precision, recompute in product(cuts, described.items(), precisions, self.modes):
-            layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
-            split = describe(self.module, layout, self.plan, self.blocks) if spreads_experts(layout) else parts
-            cases.append((split, layout))
-        steps = self._steps(cases)
+            if suits_cut(cut, tp):
+                layout = cut_layout(cut, tp=tp, precision=precision, recompute=recompute)
+                apart = bool(traced_cut(layout))
+                described_by[layout] = describe(self.module, layout, self.plan, self.blocks) if apart else parts
+        steps = self._steps(described_by)
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
@@ -206,7 +209,7 @@ class _Tracer:
             described = describe(self.module, Layout(tp=tp, sp=True), self.plan, self.blocks)
             layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, self.modes)]  # type: ignore[arg-type]
             whole = describe(self.described[0], layouts[0], self.plan, self.described[1]).blueprint
-            return whole, self._steps([(described, layout) for layout in layouts])
+            return whole, self._steps(dict.fromkeys(layouts, described))
         except UserError as error:
             self.uncut = self.uncut or str(error)
             return None
@@ -228,10 +231,10 @@ class _Tracer:
                     raise
         return described
 
-    def _steps(self, cases: Sequence[tuple[DescribedModule, Layout]]) -> list[TracedStep]:
+    def _steps(self, described_by: Mapping[Layout, DescribedModule]) -> list[TracedStep]:
         """The traced steps of layouts, then those of single rows, which a batch norm may not have."""
-        steps = [self._step(described, layout, self.rows) for described, layout in cases]
-        for described, layout in cases if self.single else ():
+        steps = [self._step(described, layout, self.rows) for layout, described in described_by.items()]
+        for layout, described in described_by.items() if self.single else ():
             with suppress(UserError):
                 steps.append(replace(self._step(described, layout, SINGLE), operations=(), single=True))
         return steps
@@ -272,6 +275,14 @@ class _Tracer:
                 raise
             self.chain, self.unpiped = None, str(error)
             return step
+
+
+def most_cut(cuts: Sequence[str], tp: int) -> Layout:
+    """A layout that cuts all that layouts of these cuts, as of `traced_cut`, cut."""
+    layouts = [cut_layout(cut, **{TP[0]: tp} if suits_cut(cut, tp) else {}) for cut in cuts]
+    most = next(filter(spreads_experts, layouts), layouts[0])
+    ranks: dict[str, Any] = {TP[0]: tp, ETP[0]: tp if any(layout.expert_tp > 1 for layout in layouts) else 1}
+    return replace(most, **ranks)
 
 
 def _at(sizes: Pair, recorded: Callable[[int], T]) -> tuple[T, T]:
