@@ -21,6 +21,9 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             f"sync={layout.sync} has parameter servers, which hand out a run's text; a user's module gets its batches "
             "from its own loop: choose sync=local, or leave it out"
         )
+    for key in ("pp", "ep") if layout.sp else ():
+        if (size := getattr(layout, key)) > 1:
+            raise LayoutError(f"sp does not go with {key}={size} for a user's module yet: leave sp out")
     if layout.recompute == "input":
         raise LayoutError(
             "recompute=input computes blocks again from the first one's input, and a user's module may take other "
