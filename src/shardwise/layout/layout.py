@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
-from shardwise.layout.axes import EP, ETP
+from shardwise.layout.axes import DP, EP, ETP, TP
 from shardwise.layout.keys import APART, KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
 from shardwise.records import dataclass
 
@@ -214,7 +214,7 @@ def cut_layout(cut: str | Mapping[str, Any], **keys: Any) -> Layout:
     values = read(cut, f"cuts: {cut!r}", APART) if isinstance(cut, str) else cut
     if other := next((name for name in values if name not in APART), ""):
         raise UserError(f"cuts: {cut!r}: {other} is none of {', '.join(APART)}: leave it out")
-    ranks = {"dp": max(1, values.get(EP[0], 1)), "tp": max(1, values.get(ETP[0], 1))}
+    ranks = {DP[0]: max(1, values.get(EP[0], 1)), TP[0]: max(1, values.get(ETP[0], 1))}
     return Layout(**{**ranks, **values, **keys})
 
 

@@ -285,7 +285,7 @@ class _Tracer:
 
 def _most_cut(cuts: Sequence[str], tp: int) -> Layout:
     """A layout that cuts all that layouts of these cuts, as of `traced_cut`, cut."""
-    layouts = [cut_layout(cut, **{"tp": tp} if suits_cut(cut, tp) else {}) for cut in cuts]
+    layouts = [cut_layout(cut, **{TP[0]: tp} if suits_cut(cut, tp) else {}) for cut in cuts]
     most = next(filter(spreads_experts, layouts), layouts[0])
     ranks: dict[str, Any] = {TP[0]: tp, ETP[0]: tp if any(layout.expert_tp > 1 for layout in layouts) else 1}
     return replace(most, **ranks)
