@@ -2,6 +2,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,8 @@ def test_sequence_parallelism_is_planned_where_it_was_traced(traced):
     """It saves less, and communicates about as long as that of the same model with a configuration."""
     workload = Workload(seq=SEQ, batch=64)
     assert plan(traced, CLUSTER, workload, fix={"sp": True}).ranked[0].layout.sp
+    both = replace(traced.trace, steps=tuple(replace(s, cut=c) for c in ("", "cp=2") for s in traced.trace.steps))
+    assert plan(replace(traced, trace=both), CLUSTER, workload, fix={"sp": True, "cp": 2}).ranked[0].layout.sp
     whole, cut, same = (
         estimate(model, layout, workload, CLUSTER)
         for model, layout in ((traced, "dp=4,tp=2"), (traced, "dp=4,tp=2,sp"), (SAME, "dp=4,tp=2,sp"))

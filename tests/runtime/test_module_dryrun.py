@@ -27,7 +27,7 @@ CASES = of_two_rows(
     ("mixtral", "dp=8,ep=4,zero=3", 3),
     ("deepseek", "dp=8,tp=2,ep=2,zero=1", 2),
     ("llama", "dp=4,cp=2,zero=3", 4),
-    ("qwen3", "cp=2,cpkind=ulysses,tp=2", 1),
+    ("qwen3", "cp=2,cpkind=ulysses,tp=2,sp", 1),
     ("skips", "dp=512,zero=3", 4),
     ("llama", "pp=4,schedule=zb-h1", 12),
     ("gpt2", "pp=2,dp=2,schedule=interleaved,virtual=2", 8),
@@ -40,7 +40,7 @@ CASES = of_two_rows(
     ("qwen3", "dp=4,tp=2,sp,zero=3,sync=local,every=3,replicas=2,outer=nesterov,outer_bits=8,micro=1", 2),
     ("gpt2", "dp=8,zero=2,offload=cpu,offload_activations=cpu,micro=1", 3),
     ("deepseek", "dp=4,ep=2,zero=1,offload_activations=cpu", 3),
-    ("phi3", "dp=2,tp=2,recompute=selective,offload_activations=cpu", 2),
+    ("phi3", "dp=2,tp=2,sp,recompute=selective,offload_activations=cpu", 2),
 )
 """At scales without processes, and steps so long that a shorter one stands for them."""
 

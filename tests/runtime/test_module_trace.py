@@ -95,7 +95,7 @@ CUTS = of_two_rows(
     ("llama", "cp=2,precision=fp32", 2),
     ("qwen3", "dp=2,cp=2,cpkind=ulysses,zero=3", 2),
     ("phi3", "cp=2,cpkind=allgather,recompute=full", 2),
-    ("llama", "tp=2,cp=2,zero=1,recompute=full", 1),
+    ("llama", "tp=2,cp=2,sp,zero=1,recompute=full", 1),
     ("llama", "pp=2,cp=2", 2),
     ("qwen3", "dp=2,tp=2,zero=3,recompute=selective", 2),
     ("mixtral", "dp=2,ep=2,recompute=selective", 1),

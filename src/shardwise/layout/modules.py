@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check_runnable, pipeline
+from shardwise.layout.axes import EP, PP
 from shardwise.layout.context import SequenceCut, cuts_sequences
 from shardwise.layout.legality import check_adapters, check_modes, check_narrow_base
 from shardwise.layout.optimizers import check_own
@@ -21,6 +22,8 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             f"sync={layout.sync} has parameter servers, which hand out a run's text; a user's module gets its batches "
             "from its own loop: choose sync=local, or leave it out"
         )
+    if layout.sp and (key := next((axis for axis in PP + EP if getattr(layout, axis) > 1), "")):
+        raise LayoutError(f"sp does not go with {key}={getattr(layout, key)} for a user's module yet: leave sp out")
     if layout.recompute == "input":
         raise LayoutError(
             "recompute=input computes blocks again from the first one's input, and a user's module may take other "

@@ -247,17 +247,17 @@ class Space:
             for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
                 shardings = tuple(self._shardings(tp, data, pp))
                 mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
-                known = tuple(row for row in of if self._known(row, ep))
+                known = tuple(row for row in of if self._known(row, ep, tp))
                 yield LayoutColumns(
                     tp, pp, data, self.attention, self.workload.batch, known, shardings, mine, ep, bare, self.homes
                 )
 
-    def _known(self, row: BatchChoice, ep: int) -> bool:
-        """Whether the model is known under the row's cp and this ep."""
+    def _known(self, row: BatchChoice, ep: int, tp: int) -> bool:
+        """Whether the model is known under the row's cp and sp, this ep and this tp."""
         if self._cuts is None:
             return True
         cut = traced_cut(cut_layout({"cp": row.cp, "ep": ep}))
-        return cut in self._cuts and not (cut and row.sp)
+        return cut in self._cuts and (not row.sp or searched_with_shards(self.model, tp, cut))
 
     @cached_property
     def _cuts(self) -> dict[str, Layout] | None:
@@ -282,7 +282,7 @@ class Space:
         if (cp > 1 and seq % (2 * cp)) or batch % dp:
             return
         whole = tp > 1 and seq % ((2 * cp if cp > 1 else 1) * tp) == 0
-        cut = whole and self.features.sequence and searched_with_shards(self.model, tp, pp)
+        cut = whole and self.features.sequence and (pp == 1 or self._cuts is None)
         kinds = (False, True) if cut else (False,)
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):

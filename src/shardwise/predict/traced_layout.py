@@ -46,9 +46,9 @@ def searched_tp(model: Model) -> list[int]:
     return sorted({tp for cut in trace.cuts for tp in _whole_degrees(trace, cut)})
 
 
-def searched_with_shards(model: Model, tp: int, pp: int) -> bool:
-    """Whether a search tries sequence parallelism: with any configuration, and where it was traced."""
-    return not isinstance(model, Blueprint) or (pp == 1 and tp in _whole_degrees(traced(model).on_shards))
+def searched_with_shards(model: Model, tp: int, cut: str = "") -> bool:
+    """Whether a search tries sequence parallelism beside a cut: with any configuration, and where it was traced."""
+    return not isinstance(model, Blueprint) or tp in _whole_degrees(traced(model).on_shards, cut)
 
 
 def searched_cuts(model: Model) -> dict[str, Layout] | None:
@@ -75,17 +75,15 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
     check_module_layout(layout)
     check_row_length(model, workload)
     if layout.sp:
-        trace = _on_shards(layout, model)
+        trace = _on_shards(model)
     trace.step(layout.tp, layout.precision, layout.recompute, traced_cut(layout))
     _check_pipeline(layout, model, workload.micro_batches(layout))
     if ranks is not None:
         check_ranks(layout, ranks)
 
 
-def _on_shards(layout: Layout, model: Blueprint) -> Trace:
-    trace, beside = traced(model), f"pp={layout.pp}" if layout.pp > 1 else traced_cut(layout)
-    if beside:
-        raise LayoutError(f"sp does not go with {beside} for a user's module yet: leave sp out")
+def _on_shards(model: Blueprint) -> Trace:
+    trace = traced(model)
     if not trace.on_shards.steps:
         reason = trace.uncut or "trace it again with this release"
         raise LayoutError(f"sp: {model.name} has no predictions for sequence parallelism: {reason}")

@@ -10,13 +10,14 @@ from shardwise.report.step_report import DTYPE_BYTES
 def outer_state_bytes(plan: UnitPlan) -> int:
     """Weights of the last outer step, momentum and residuals; on the host where optimizer state is offloaded."""
     arrays = (keeps_base(plan) + keeps_momentum(plan)) * DTYPE_BYTES[plan.dtypes.master]
-    residuals = sum(sum(outer_residuals(plan, unit)) for unit in plan.units)
-    return arrays * sum(unit.shard_numel for unit in plan.units) + residuals * DTYPE_BYTES["float32"]
+    trained = [unit for unit in plan.units if not unit.frozen]
+    residuals = sum(sum(outer_residuals(plan, unit)) for unit in trained)
+    return arrays * sum(unit.shard_numel for unit in trained) + residuals * DTYPE_BYTES["float32"]
 
 
 def outer_transient(plan: UnitPlan) -> int:
     """The most bytes that are transient in an outer step, which goes from unit to unit; 0 without one."""
-    return max(_of(plan, unit) for unit in plan.units) if plan.layout.local_sgd else 0
+    return max(_of(plan, unit) for unit in plan.units if not unit.frozen) if plan.layout.local_sgd else 0
 
 
 def _of(plan: UnitPlan, unit: Unit) -> int:

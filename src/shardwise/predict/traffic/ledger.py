@@ -155,7 +155,7 @@ def outer_rows(plan: UnitPlan) -> Counter[tuple[str, str, Axes, str, str, int]]:
     """The sums of outer gradients, unit by unit, and of the loss and tokens of each step since the one before."""
     rows: Counter[tuple[str, str, Axes, str, str, int]] = Counter()
     if plan.layout.local_sgd:
-        for unit in plan.units:
+        for unit in (unit for unit in plan.units if not unit.frozen):
             for op, axes, dtype, elements in outer_exchanges(plan, unit):
                 rows["optimizer", op, axes, unit.name, dtype, elements] += 1
         rows["loss", "all_reduce", REPLICA, "loss", "float64", 2 * plan.layout.every] += 1

@@ -55,7 +55,7 @@ def sequence_plan(
 ) -> tuple[SequencePlan, dict[str, MapStyle]]:
     """(the plan, styles with the edges of cut sequences). named: module -> the name of its style. Raises `LayoutError`
     for a module whose blocks cannot have shards, as far as the plan shows it."""
-    _check(module, layout, blocks)
+    _check(module, blocks)
     owners = {name.rpartition(".")[0] for name, style in styles.items() if style.cut == "column" and _in(name, blocks)}
     containers = (nn.ModuleList, nn.ModuleDict)
     gathered = {o for o in owners if o not in blocks and not isinstance(module.get_submodule(o), containers)}
@@ -77,10 +77,7 @@ def _in(name: str, parts: Sequence[str] | set[str]) -> bool:
     return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-def _check(module: nn.Module, layout: Layout, blocks: Sequence[str]) -> None:
-    for key in ("pp", "ep"):
-        if getattr(layout, key) > 1:
-            raise LayoutError(f"sp does not go with {key}={getattr(layout, key)} for a user's module yet: leave sp out")
+def _check(module: nn.Module, blocks: Sequence[str]) -> None:
     if len({type(module.get_submodule(block)) for block in blocks}) != 1:
         raise LayoutError(
             f"sp cuts the stream between the blocks of {type(module).__name__}, which must be of one class, one after "

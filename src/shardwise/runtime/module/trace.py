@@ -182,7 +182,7 @@ class _Tracer:
         if spread:
             self.uncut = "it was traced with experts on several ranks: trace it without"
         for tp in () if spread else sorted(set(described) - {1}):
-            if (found := self._on_shards(tp, precisions)) is None:
+            if (found := self._on_shards(tp, precisions, cuts)) is None:
                 break  # what keeps shards of one degree from it keeps those of larger ones
             largest, more = found
             steps += more
@@ -203,16 +203,22 @@ class _Tracer:
                 del described[degree]
             return self._largest(described, cuts, named)
 
-    def _on_shards(self, tp: int, precisions: Sequence[str]) -> tuple[Blueprint, list[TracedStep]] | None:
+    def _on_shards(
+        self, tp: int, precisions: Sequence[str], cuts: Sequence[str]
+    ) -> tuple[Blueprint, list[TracedStep]] | None:
         """The description for sequence parallelism and its traced steps; None for a degree that does not have it."""
+        steps = []
         try:
-            described = describe(self.module, Layout(tp=tp, sp=True), self.plan, self.blocks)
-            layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, self.modes)]  # type: ignore[arg-type]
-            whole = describe(self.described[0], layouts[0], self.plan, self.described[1]).blueprint
-            return whole, self._steps(dict.fromkeys(layouts, described))
+            most = replace(most_cut(cuts, tp), sp=True)
+            whole = describe(self.described[0], most, self.plan, self.described[1]).blueprint
+            for cut in (cut for cut in cuts if suits_cut(cut, tp)):
+                more = product(precisions, self.modes)
+                layouts = [cut_layout(cut, tp=tp, sp=True, precision=p, recompute=r) for p, r in more]
+                described = describe(self.module, layouts[0], self.plan, self.blocks)
+                steps += self._steps(dict.fromkeys(layouts, described))
         except UserError as error:
             self.uncut = self.uncut or str(error)
-            return None
+        return (whole, steps) if steps else None
 
     def _ends(self, chain: Chain, layout: Layout) -> TracedEnds:
         entry, *_, last = describe(self.module, layout, self.plan, self.blocks, chain).blueprint.parts
