@@ -81,8 +81,11 @@ def step_seconds(
     pricing = Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload, dtype), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     if layout.offloads_activations:
+        from shardwise.predict.memory.activations import stored_by_part
+
         plan = plan or unit_plan(model, layout, workload, backend=usual_backend(cluster))
-        split = replace(split, saved_bytes=_saved_by_a_block(plan))
+        stored = stored_by_part(plan.as_micro_batch(0) if plan.routing.uneven else plan)
+        split = replace(split, saved_bytes=float(sum(stored.values())) / max(1, len(plan.of_kind("block"))))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     outer: tuple[str, ...] = ()
@@ -133,14 +136,6 @@ def _rounds(layout: Layout, step: float, outer: float) -> str:
         f"sync=local: {format_time(step)} for a step and {format_time(outer)} for an outer step, one in "
         f"{layout.every}; the time is the mean of a round"
     )
-
-
-def _saved_by_a_block(plan: UnitPlan) -> float:
-    """Bytes that a block of a rank saves in the host's memory in a micro-batch, the mean over its blocks."""
-    from shardwise.predict.memory.activations import stored_by_part
-
-    plan = plan.as_micro_batch(0) if plan.routing.uneven else plan
-    return float(sum(stored_by_part(plan).values())) / max(1, len(plan.of_kind("block")))
 
 
 def partly(share: float, without: Mapping[str, float], full: Mapping[str, float]) -> dict[str, float]:
