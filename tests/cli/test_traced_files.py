@@ -1,6 +1,8 @@
 """What commands make of the file of a traced module."""
 
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,7 +67,7 @@ def test_a_dry_run_without_the_code_says_why(command: Command, folder: Path, tmp
     (tmp_path / "traces").mkdir()
     trace = tmp_path / "traces" / "net.json"
     trace.write_text(json.dumps(data))
-    mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "net.py:build' names no object of a file")
+    mistake(command(*estimate(tmp_path, LAYOUT, "--dry-run")), "net.py, which is not there: trace it again")
     mistake(
         command(*estimate(tmp_path, LAYOUT, "--seq", "5", "--dry-run")), "has rows of 1 elements, not 5: choose --seq 1"
     )
@@ -120,6 +122,28 @@ def test_a_configuration_is_traced_by_its_class(
             assert seen["bytes"] == direct["bytes"] and said["bytes"]["saved"] == seen["bytes"]["saved"]
 
 
+def test_a_dry_run_of_code_that_has_changed_says_so(command: Command, folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    (moved / "code" / "net.py").write_text(CODE.replace("range(3)", "range(4)"))
+    sys.modules.pop("_shardwise_net", None)
+    code, out, err = command(*estimate(moved, LAYOUT, "--dry-run"))
+    assert (code, out) == (2, "") and err.endswith("its code has changed since it was traced: trace it again\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora", "rank=4"], "--lora changes what was traced"),
+        (["--isolate-documents"], "--isolate-documents changes what was traced"),
+        (["--optimizer", "muon", "--dry-run"], "muon"),
+        (["--cluster", "4xH100", "--dry-run"], "there are 4"),
+    ],
+)
+def test_what_a_trace_has_not_is_one_line(command: Command, folder: Path, options: list[str], message: str) -> None:
+    mistake(command(*estimate(folder, LAYOUT, *options)), message)
+
+
 def test_options_of_files_are_no_options_of_configurations(command: Command, configuration: Path, folder: Path) -> None:
     mistake(command("trace", configuration, "--loss", "loss"), "--loss is for FILE.py:NAME")
     mistake(command("trace", folder / "code" / "net.py:build", "--seq", "8"), "--seq is for a configuration")
@@ -130,6 +154,8 @@ def test_a_traced_configuration_is_planned_and_trained(
 ) -> None:
     trace = configuration / "trained.json"
     answered(command, "trace", configuration, "--seq", "16", "--tp", "1", "--out", trace)
+    words = ["--layout", "dp=8,zero=3,micro=2", "--batch", "64", "--for", "transformers"]
+    assert "fsdp_size" in answered(command, "emit", trace, *words)["text"]
     code, out, err = command("plan", trace, "--cluster", "4xH100", "--batch", "8")
     assert (code, err) == (0, "") and f"shardwise train {trace}" in out.replace(" \\\n     ", "")
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 400)

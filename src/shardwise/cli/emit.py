@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.cli.clusters import HostOptions, cluster_of
 from shardwise.cli.declare import HIDDEN, arg, borrow, changed, given, leave_out, word
-from shardwise.cli.models import OfflineOptions, traced_of
+from shardwise.cli.models import OfflineOptions, config_of_trace, traced_of
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
 from shardwise.cli.workloads import workload_of
@@ -73,11 +73,13 @@ def run(args: EmitOptions) -> int:
         right = SERVING if writer.serves else ("seq", "batch")
         kind, flags = ("serves" if writer.serves else "trains"), " and ".join(f"--{name}" for name in right)
         raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
-    model = traced_of(args) or change(resolve(args.model, stored=writer.serves), ",".join(args.set))
+    described = config_of_trace(args.model)
+    traced = traced_of(args) if described is None or args.set else None
+    model = described or traced or change(resolve(args.model, stored=writer.serves), ",".join(args.set))
     workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
         model, layout, workload, _served_of(args, writer), cluster_of(args) if args.cluster else None,
-        args.weights or source_of(args.model), args.engine_version, args.slurm,
+        args.weights or ("" if described else source_of(args.model)), args.engine_version, args.slurm,
         tuple(f"assumed {note}" for note in assumed),
     )  # fmt: skip
     file = write(args.engine, request)

@@ -50,7 +50,11 @@ class LoraOptions(CommandOptions):
 def model_of(args: Any, runs: bool = False) -> ModelConfig:
     """The model that the arguments describe. runs: whether a run follows, which warns of what adapters' settings it
     leaves out. Raises `UserError`."""
-    described = args.model if isinstance(args.model, ModelConfig) else _of_trace(args.model)
+    described = args.model if isinstance(args.model, ModelConfig) else config_of_trace(args.model)
+    if described is not None and described is not args.model:
+        from shardwise.runtime.job.losses import by_class
+
+        described = by_class(described)
     model = change(described or resolve(args.model, stored=getattr(args, "serve", False)), ",".join(args.set))
     if getattr(args, "lora", None) is None:
         return model
@@ -70,14 +74,13 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
     return adapted
 
 
-def _of_trace(text: str) -> ModelConfig | None:
+def config_of_trace(text: str) -> ModelConfig | None:
     """The configuration of a traced class of transformers; None where the text names none."""
     if (config := configuration(read_blueprint(text))) is None:
         return None
     from shardwise.model.huggingface import read_fields
-    from shardwise.runtime.job.losses import by_class
 
-    return by_class(read_fields(dict(config), Path(text).stem))
+    return read_fields(dict(config), Path(text).stem)
 
 
 def adapters_of(args: Any) -> Path | None:
@@ -108,6 +111,9 @@ def traced_of(args: Any) -> Blueprint | None:
         return None
     if args.set:
         raise UserError(f"--set changes a configuration, and {args.model} is a traced module: trace a changed one")
+    if other := next((name for name in ("lora", "isolate_documents") if getattr(args, name, None)), None):
+        flag = f"--{other.replace('_', '-')}"
+        raise UserError(f"{flag} changes what was traced, and {args.model} is a trace without it: leave {flag} out")
     if args.seq is None and traced.trace is not None:
         args.seq = traced.trace.seq
     return traced

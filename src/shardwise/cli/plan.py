@@ -29,7 +29,7 @@ from shardwise.cli.declare import arg, borrow, leave_out
 from shardwise.cli.examples import broken
 from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
 from shardwise.cli.output import print_result, progress, working
-from shardwise.cli.plan_emit import check_emit, emitted, emitted_apart, profile_for, profile_of, refusals
+from shardwise.cli.plan_emit import check_emit, emitted, emitted_apart, profile_for, profile_of, refusals, written_model
 from shardwise.cli.quantities import bytes_of, seconds_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
@@ -260,7 +260,7 @@ def _written(args: PlanOptions, best: Plan) -> tuple[dict[str, Any], Iterator[Re
     from shardwise.cli.show.software_table import software_steps, software_tables
     from shardwise.interop import WriteRequest
 
-    model = best.model
+    model = written_model(args, best.model)
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)

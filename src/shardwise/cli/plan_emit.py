@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.models import config_of_trace
 from shardwise.errors import UserError, os_errors
 from shardwise.layout import Layout
 from shardwise.layout.keys import defaults
@@ -67,6 +68,11 @@ def profile_for(args: Any, model: Model) -> str | None:
     return "unknown" if args.emit and name in written and not engine(name).features.experts else name
 
 
+def written_model(args: Any, model: Model) -> Model:
+    """What a file describes: the configuration of a traced class."""
+    return (config_of_trace(args.model) if args.model else None) or model
+
+
 def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> Callable[[bool, Layout], str] | None:
     """Why the engine of --emit does not run a layout, for the search: what it cannot express, or the memory that it
     needs, of a device's room with its margin or without; None where nothing is to be written. Raises `UserError` for an
@@ -79,7 +85,7 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
     from shardwise.planner.exact import ExactMemory
     from shardwise.predict.memory.capacity import room_of
 
-    writer = writer_for(args.emit)
+    writer, model = writer_for(args.emit), written_model(args, model)
     why_not_expressed = inexpressible(writer, model)
     room = room_of(cluster, writer.profile, bool(model.experts), args.reserve)
 

@@ -17,7 +17,7 @@ forward pass, or a function that makes them: a dictionary of keyword arguments, 
 from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg, word
-from shardwise.cli.models import OfflineOptions
+from shardwise.cli.models import OfflineOptions, config_of_trace
 from shardwise.cli.output import print_result
 from shardwise.errors import UserError
 from shardwise.layout import Layout
@@ -90,7 +90,7 @@ def _of_configuration(args: VerifyOptions) -> dict[str, Any]:
         raise UserError("--example is for FILE.py:NAME: the inputs of a configuration's model are random tokens")
     layout = Layout.parse(args.layout)
     check_module_layout(layout)
-    model = ClassModel.of(resolve(args.model))
+    model = ClassModel.of(config_of_trace(args.model) or resolve(args.model))
     return (model if args.full else model.small(layout)).verification(layout)
 
 

@@ -77,15 +77,14 @@ def step_seconds(
     from shardwise.predict.time.step import link_seconds
 
     _check(model, layout, workload)
-    name = engine or own_engine(cluster)
-    pricing = Pricing(cluster, layout=layout)
+    name, pricing = engine or own_engine(cluster), Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload, dtype), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     if layout.offloads_activations:
         from shardwise.predict.memory.activations import stored_by_part
 
         plan = plan or unit_plan(model, layout, workload, backend=usual_backend(cluster))
-        stored = stored_by_part(plan.as_micro_batch(0) if plan.routing.uneven else plan)
-        split = replace(split, saved_bytes=float(sum(stored.values())) / max(1, len(plan.of_kind("block"))))
+        stored = sum(stored_by_part(plan.as_micro_batch(0) if plan.routing.uneven else plan).values())
+        split = replace(split, saved_bytes=float(stored) / max(1, len(plan.of_kind("block"))))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     outer: tuple[str, ...] = ()

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload
+from shardwise.layout.legality import check_ranks
 from shardwise.layout.modules import check_described, check_module_layout, check_run
+from shardwise.layout.optimizers import check_own
 from shardwise.layout.step import role_of
 from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
@@ -90,18 +92,21 @@ def _subject(
 ) -> tuple[Model, ModuleSource | None]:
     """What is planned, and how it is built, where it is no decoder here. Raises as `dry_run`."""
     if isinstance(model, ModelConfig):
-        check_run(layout, model, workload, devices)
+        check_run(layout, model, workload, None if model.counted else devices)
         if model.counted is None:
             return model, None
+        check_ranks(layout, devices or layout.ranks)
         from shardwise.runtime.module.class_model import ClassModel
         from shardwise.runtime.module.dry_step import ModuleSource
 
         return ModuleSource.of_class(ClassModel.of(model), eager, workload)
-    check_module_layout(layout, devices)
+    check_ranks(layout, devices or layout.ranks)
+    check_module_layout(layout)
+    check_own(workload.optimizer)
     check_described(model, layout, workload.micro_batches(layout))
     from shardwise.runtime.module.dry_step import ModuleSource
 
-    return model, ModuleSource.of_trace(model.trace, eager, workload.seq)
+    return model, ModuleSource.of_trace(model.trace, eager, workload)
 
 
 def _micro_batches(plan: UnitPlan) -> str:
@@ -184,6 +189,8 @@ def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]], sourc
             pipe.send(_observe(plan, rank, fake) if source is None else _observe_module(plan, rank, fake, source))
         except (BrokenPipeError, KeyboardInterrupt):
             return
+        except SystemExit as error:
+            pipe.send(f"the code of the module ends with exit code {error.code}")
         except Exception as error:
             pipe.send((str(error).splitlines() or [type(error).__name__])[0])
 
@@ -215,7 +222,12 @@ def _observe_module(plan: UnitPlan, rank: int, fake: Any, source: ModuleSource) 
 
     made = DryModule(source, fake)
     plan = made.planned(plan, rank)
-    with readable(made.module), fake_ranks(plan.layout.ranks, rank), usual_masks(made.example), fake:
+    with (
+        readable(made.module, "a dry run has no values"),
+        fake_ranks(plan.layout.ranks, rank),
+        usual_masks(made.example),
+        fake,
+    ):
         program, batches = made.program(_run(plan), fake_comms(plan, rank))
         return _observed(plan, rank, program, "run_stage", batches, lambda: made.step(program, batches))
 

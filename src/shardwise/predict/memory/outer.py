@@ -17,7 +17,7 @@ def outer_state_bytes(plan: UnitPlan) -> int:
 
 def outer_transient(plan: UnitPlan) -> int:
     """The most bytes that are transient in an outer step, which goes from unit to unit; 0 without one."""
-    return max(_of(plan, unit) for unit in plan.units if not unit.frozen) if plan.layout.local_sgd else 0
+    return max((_of(plan, unit) for unit in plan.units if not unit.frozen), default=0) if plan.layout.local_sgd else 0
 
 
 def _of(plan: UnitPlan, unit: Unit) -> int:

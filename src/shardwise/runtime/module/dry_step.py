@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.context import cuts_sequences
 from shardwise.layout.units import UnitPlan, unit_plan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.trace import Trace
 from shardwise.runtime.module.chain import Chain, find_chain
 from shardwise.runtime.module.class_model import ClassModel
+from shardwise.runtime.module.context import check_positions, check_tokens
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_program
+from shardwise.runtime.module.initial import is_meta
 from shardwise.runtime.module.inputs import in_dtype, with_rows
 from shardwise.runtime.module.losses import TokenRows, token_loss
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
@@ -41,7 +45,7 @@ class ModuleSource:
     parts: Sequence[str] | None = None
 
     @classmethod
-    def of_trace(cls, trace: Trace | None, layout: Layout, seq: int) -> ModuleSource:
+    def of_trace(cls, trace: Trace | None, layout: Layout, workload: Workload) -> ModuleSource:
         """The code that a trace names. Raises `UserError` where it names none, or what is not there."""
         if trace is None or (source := trace.source) is None:
             raise UserError(
@@ -50,10 +54,12 @@ class ModuleSource:
         named = None if source.plan is None else dict(source.plan), source.blocks, source.parts
         if source.config is not None:
             model = ClassModel(source.config, str(source.config.get("model_type")))
-            return cls(layout, model.blank, TokenRows(seq), token_loss, *named)
-        if seq != trace.seq:
+            return cls(layout, model.blank, TokenRows(workload.seq, workload.isolate_documents), token_loss, *named)
+        if workload.seq != trace.seq:
             at = f"{source.example} in {source.file}"
-            raise UserError(f"{at} has rows of {trace.seq} elements, not {seq}: choose --seq {trace.seq}")
+            raise UserError(f"{at} has rows of {trace.seq} elements, not {workload.seq}: choose --seq {trace.seq}")
+        if not Path(source.file).is_file():
+            raise UserError(f"the trace is of {source.file}, which is not there: trace it again, or move both together")
         build = FromFile.parse(f"{source.file}:{source.build}")
         loss = FromFile(build.path, source.loss) if source.loss else default_loss
         return cls(layout, build, FromFile(build.path, source.example), loss, *named)
@@ -82,6 +88,10 @@ class DryModule:
     def __post_init__(self) -> None:
         source, self.layout = self.source, self.source.layout
         self.module, self.example, self.loss = source.build(), source.example(), source.loss_function
+        if cuts_sequences(self.layout):
+            check_positions(self.module)
+            if self.loss is default_loss and not is_meta(self.module):
+                check_tokens(self.module, self.example)
         blocks = find_blocks(self.module, source.blocks)
         self.chain: Chain | None = (
             find_chain(self.module, source.parts, blocks) if self.layout.stage_count > 1 else None
@@ -93,7 +103,14 @@ class DryModule:
         self.described = describe(self.module, self.layout, source.plan, blocks, self.chain)
 
     def planned(self, plan: UnitPlan, rank: int) -> UnitPlan:
-        """A plan of the same step, of the parameters that the module has."""
+        """A plan of the same step, of the parameters that the module has. Raises `UserError` where the plan has others:
+        the code has changed."""
+        there, traced = (
+            sorted((p.name, p.numel, p.frozen) for p in of.parameters())
+            for of in (self.described.blueprint, plan.blueprint)
+        )
+        if there != traced:
+            raise UserError("its code has changed since it was traced: trace it again")
         return unit_plan(self.described.blueprint, self.layout, plan.workload, rank=rank, backend=plan.backend)
 
     def program(self, plan: UnitPlan, comms: Comms) -> tuple[ModuleProgram, list[Any]]:
