@@ -30,6 +30,7 @@ from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.model.trace import Trace, TraceSource
 from shardwise.records import dataclass
+from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.installed import require
@@ -162,8 +163,6 @@ def _operations(trace: Trace, part: str) -> dict[str, int]:
 
 
 def _lines(data: dict[str, Any]) -> Iterator[Renderable]:
-    from rich.table import Table
-
     if found := data["suggestion"]:
         yield "suggested plan"
         yield from (f"  {pattern}: {style}" for pattern, style in found["plan"].items())
@@ -178,7 +177,8 @@ def _lines(data: dict[str, Any]) -> Iterator[Renderable]:
         f"{data['model']}: {format_count(data['parameters'])} parameters; a step on one device with {rows} rows of "
         f"{data['seq']}, traced for {', '.join([*traced, *data['precisions']])}\n"
     )
-    table = Table("part", "class", *("parameters", "operations", "FLOPs", "bytes moved", "bytes saved"), box=None)
+    names = Column("part", left=True), Column("class", left=True, drop=1), Column("parameters")
+    table = FittedTable((*names, Column("operations", drop=2), *map(Column, ("FLOPs", "bytes moved", "bytes saved"))))
     for name, part in _equal(data["parts"]):
         numbers = (format_count(part["parameters"]), str(part["operations"]), format_count(part["flops"]))
         table.add_row(name, part["module"], *numbers, format_bytes(part["bytes"]), format_bytes(part["saved"]))
