@@ -218,6 +218,19 @@ class Overlapping(nn.Module):
         self.a, self.b = nn.Parameter(both[:3]), nn.Parameter(both[3:])
 
 
+class Prompted(nn.Module):
+    """Its maps see a batch, and a prompt of six rows first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(6, 8))
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt, x = (self.down(self.up(y)) for y in (self.prompt, x))
+        return x + prompt.mean()
+
+
 X = torch.ones(4, 6)
 
 
@@ -249,6 +262,19 @@ def test_bad_input_is_one_line(model, options, message):
     with pytest.raises(UserError, match=message) as caught:
         trace(model, **{"example": (X,)} | options)
     assert "\n" not in str(caught.value)
+
+
+def test_calls_are_the_same_at_both_sizes_whichever_is_larger():
+    """Four rows are fewer than the prompt's, and eight more. At six one call is like the other."""
+    plan = {"up": "column", "down": "row"}
+    model = trace(Prompted(), torch.ones(4, 8), plan, tp=[2], single=False)
+    step = model.trace.step(2, "bf16", "none")
+    pairs = {(row.phase, row.elements) for row in step.collectives}
+    assert pairs == {(phase, pair) for phase in ("forward", "backward") for pair in ((48, 48), (32, 64))}
+    with pytest.raises(
+        UserError, match="collectives differ between numbers of rows: trace an example with another one"
+    ):
+        trace(Prompted(), torch.ones(6, 8), plan, tp=[2], single=False)
 
 
 def test_sequence_parallelism_that_a_degree_cannot_have_is_not_tried_for_larger_ones(monkeypatch):

@@ -51,7 +51,6 @@ def uses(calls: Iterable[Call]) -> Iterator[tuple[str, str, int | None]]:
 
 
 def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterator[tuple[str, str, int | None]]:
-    """Uses by FSDP or DeepSpeed."""
     gathers = {phase for op, phase in did if op in ("all_gather_into", "all_gather", "broadcast")}
     scatters = {op for op, _ in did} & {"reduce_scatter", "all_to_all", "reduce"}
     name = {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}[engine]

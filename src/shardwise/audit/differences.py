@@ -75,7 +75,6 @@ _STEP = _Place(CallSignature(), None)
 
 
 def _with_steps(calls: Sequence[Call], steps: int) -> list[_Place]:
-    """Calls, and the rank's steps between them."""
     places, step = [], 0
     for call in calls:
         places += [_STEP] * (call.step - step)
@@ -85,8 +84,6 @@ def _with_steps(calls: Sequence[Call], steps: int) -> list[_Place]:
 
 
 class _Program:
-    """All recordings, by group and by pair."""
-
     def __init__(self, recordings: Sequence[RankRecording]) -> None:
         self.recordings = {one.rank: one for one in recordings}
         self.calls = {one.rank: one.calls for one in recordings}

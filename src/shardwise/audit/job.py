@@ -45,8 +45,6 @@ class AuditedJob:
 
 @dataclass(frozen=True)
 class _Ended(Json):
-    """How a program has ended."""
-
     json_name = "the end of a recording"
     json_checked = True
 

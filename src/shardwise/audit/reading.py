@@ -74,8 +74,6 @@ class RankRecording:
 
 @dataclass
 class _Lines:
-    """One file while it is read."""
-
     groups: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)

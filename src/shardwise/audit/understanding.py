@@ -102,7 +102,6 @@ def _layout(
     recordings: Sequence[RankRecording], world: int, sizes: dict[str, int], groups: dict[str, Any],
     reasons: dict[str, str], stage: int, calls: Sequence[Call],
 ) -> Understood:  # fmt: skip
-    """The layout of these axes."""
     shard, replicas = sizes.get(SHARDS, 1), sizes.get(DATA, 1)
     if groups.get(DATA) and groups.get(DATA) == groups.get(SHARDS):
         replicas = 1

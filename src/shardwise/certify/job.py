@@ -88,8 +88,6 @@ def versions(adapter: Adapter) -> dict[str, str]:
 
 
 class _Runs:
-    """Jobs of ranks, and their results."""
-
     def __init__(self, engine: str, adapter: Adapter, say: Callable[[str], None]) -> None:
         self.engine = engine if not Path(engine).is_file() else str(Path(engine).resolve())
         self.adapter, self.say = adapter, say

@@ -87,7 +87,6 @@ def run(args: AuditOptions) -> int:
 
 
 def _files(args: AuditOptions) -> int:
-    """Read what other software recorded."""
     from shardwise.audit.files.result import audit_files
     from shardwise.report import StepReport
 

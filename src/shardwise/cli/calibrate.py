@@ -117,7 +117,6 @@ class FitNetwork(CommandOptions):
 
 
 def _announced(args: FitNetwork, chosen: list[Any], sizes: list[int]) -> str:
-    """Announcement of a measurement and its duration."""
     rounds = f"up to {args.rounds} rounds each, fewer where they agree within {_SETTLED:.0%}"
     return (
         f"{len(chosen)} algorithms at {len(sizes)} sizes on {args.ranks} ranks, {rounds}: at most about "

@@ -205,7 +205,6 @@ class Parser(argparse.ArgumentParser):
         return action.type(arg_string)
 
     def _options(self) -> list[str]:
-        """Its options, and those of its actions."""
         nested = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
         parsers = [self, *(parser for each in nested for parser in each.choices.values())]
         return sorted({option for parser in parsers for option in parser._option_string_actions})

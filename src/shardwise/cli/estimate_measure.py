@@ -84,7 +84,6 @@ def _device(wanted: str, cluster: Cluster) -> Literal["cpu", "cuda"]:
 
 
 def _backend(transport: str, cluster: Cluster) -> Backend:
-    """Backend of the real run's collectives."""
     from shardwise.layout.units import usual_backend
 
     usual = usual_backend(cluster)

@@ -134,7 +134,6 @@ def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | Non
 
 
 def _missing(reading: Reading, model: ModelConfig | None) -> str:
-    """Inputs of the explanation."""
     flags = [] if model else ["--model"]
     if not reading.served:
         flags += [option for option, value in (("--seq", reading.seq), ("--batch", reading.batch)) if not value]

@@ -86,8 +86,6 @@ def _python(args: LaunchOptions, options: JobOptions) -> str:
 
 @dataclass(frozen=True)
 class _Described:
-    """A job's command."""
-
     words: tuple[str, ...]
     title: str
     what: str

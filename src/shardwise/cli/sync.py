@@ -68,7 +68,6 @@ class SimulateUpdates(CommandOptions):
 
 
 def _json(record: UpdateRecord) -> dict[str, Any]:
-    """Counts, and every listed gradient and update."""
     gradients = [{**one._asdict(), "staleness": one.staleness} for one in record.gradients]
     return {**record.summary(), "gradients_listed": gradients, "updated_s": record.updated}
 

@@ -101,7 +101,6 @@ def run(args: TrainOptions) -> int:
 
 
 def _run_as_rank(args: TrainOptions) -> NoReturn:
-    """Be the rank that torchrun has started."""
     from shardwise.api import configure, configure_resumed, train_as_rank
     from shardwise.runtime.job.output import tolerant_output
     from shardwise.runtime.job.rank import leave, number
@@ -153,7 +152,6 @@ def _request(args: TrainOptions) -> dict[str, Any]:
 
 
 def _where(out: Path) -> None:
-    """Name what the run left."""
     run, predicted = shlex.quote(str(out)), (out / "reports" / "predicted.json").exists()
     known = {
         "events.jsonl": ["every step"],

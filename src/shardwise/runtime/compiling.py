@@ -126,7 +126,6 @@ def write_gradients(block: Block) -> None:
 
 
 def _recomputed(block: Block, x: Tensor, batch: Batch) -> Tensor:
-    """A block that saves its input alone."""
     forward = type(block).forward
     out: Tensor = checkpoint(forward, block, x, batch, use_reentrant=False, preserve_rng_state=False)
     return out

@@ -214,7 +214,6 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
 
 
 def _observe_module(plan: UnitPlan, rank: int, fake: Any, source: ModuleSource) -> Role:
-    """The same of a user's module."""
     from shardwise.runtime.fake_group import fake_comms, fake_ranks
     from shardwise.runtime.module.dry_step import DryModule
     from shardwise.runtime.module.inputs import usual_masks

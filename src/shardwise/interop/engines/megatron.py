@@ -30,7 +30,6 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
 
 
 def _divided(names: Mapping[str, Any], pp: int, layers: int) -> dict[str, Any]:
-    """Virtual stages, and stages of different size."""
     virtual = names["virtual_ranks"]
     if each := names["layers_each"]:
         if not layers:

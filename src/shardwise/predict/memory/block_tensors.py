@@ -140,7 +140,6 @@ class BlockTensors:
         live.free(attention.unsaved + unread if saves else live.now - before - self.stream)
 
     def _project(self, saves: bool) -> None:
-        """Queries, keys and values."""
         live = self.live
         self._column([self.q, self.k, self.v])
         if self.plan.model.qk_norm:

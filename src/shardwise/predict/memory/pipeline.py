@@ -338,7 +338,6 @@ class _Rank:
         return _Outcome(action.effect(), tuple(after[: len(names)]), reducing, after[-1] if other else 0)
 
     def _apply(self, effect: Effect) -> None:
-        """Bytes that an action brings and leaves."""
         most_gradients, most_comm, fullest, after, saved, stored = effect
         gradients, comm, rest, most = self.gradients, self.comm, self.rest, self.most
         if fullest:

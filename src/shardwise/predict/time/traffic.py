@@ -161,7 +161,6 @@ def _reduced(elements: Num, grad_bytes: Num, ranks: Num, apart: Num, split: Step
 
 
 def _summed(elements: Num, grad_bytes: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
-    """One hop of it."""
     price = pricing.collectives.seconds
     if not split.qgz:
         return price("reduce_scatter", elements * grad_bytes, ranks, apart)

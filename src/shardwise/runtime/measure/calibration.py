@@ -205,7 +205,6 @@ class DeviceBench:
         return quantiles(last.tolist(), n=4, method="inclusive")[0]
 
     def _there_and_back(self, call: Call, budget: float) -> float:
-        """Seconds of two messages, one each way."""
         call()
         dist.barrier()
         count = self._often(call, budget / ROUNDS, 1, 200)

@@ -166,7 +166,6 @@ def _check_targets(module: nn.Module, lora: Lora, names: Iterable[str]) -> None:
 
 
 def _start(adapted: nn.Module, name: str) -> None:
-    """Initial factors by a module's name."""
     device = next(adapted.parameters()).device
     if device.type != "meta":
         adapted.reset_factors(torch.Generator(device).manual_seed(zlib.crc32(name.encode())))  # type: ignore[operator]

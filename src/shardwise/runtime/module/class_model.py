@@ -232,12 +232,10 @@ class ClassModel:
 
     @property
     def _text(self) -> Any:
-        """The configuration of its language model."""
         return self.config.get_text_config()
 
     @property
     def _layer_lists(self) -> dict[str, list[Any]]:
-        """Its fields with an entry per layer."""
         layers = self._text.num_hidden_layers
         return {name: value for name, value in self._text.to_dict().items()
                 if isinstance(value, list) and len(value) == layers and name != "architectures"}  # fmt: skip
@@ -254,7 +252,6 @@ class ClassModel:
         return changed | {number: len(kept)}
 
     def _with_text(self, fields: Mapping[str, Any]) -> ClassModel:
-        """With other fields of its language model."""
         data = self.config.to_dict()
         inside = next((name for name in self.config.sub_configs if getattr(self.config, name) is self._text), "")
         return self._with({**data, inside: {**data[inside], **fields}} if inside else {**data, **fields})

@@ -74,7 +74,6 @@ def expert_plan(module: nn.Module, layout: Layout, plan: Mapping[str, str], publ
 
 
 def _experts_of(name: str, child: nn.Module) -> int:
-    """How many experts a module stacks."""
     own = dict(child.named_parameters(recurse=False))
     if len(own) < len(dict(child.named_parameters())):
         raise UserError(f"plan: {name} has parameters in submodules; experts are stacked in parameters of its own")

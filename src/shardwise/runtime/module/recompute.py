@@ -58,7 +58,6 @@ class Recomputation:
 
     @contextmanager
     def _again(self, before: dict[_Place, Tensor]) -> Iterator[None]:
-        """Around the second pass."""
         after = {place: _get(place) for place in before}
         try:
             for (module, leaf), values in before.items():

@@ -46,7 +46,8 @@ class RawStep:
     saved: dict[str, int] = field(default_factory=dict)
     moments: list[tuple[str, str, int]] = field(default_factory=list)
     """(when, part, bytes) of all micro-batches, as of `TracedMoment`."""
-    ledger: tuple[LedgerRow, ...] = ()
+    calls: tuple[LedgerRow, ...] = ()
+    """The ledger, in the order of its first calls."""
     operations: list[RawOp] = field(default_factory=list)
     """Of the first micro-batch."""
 
@@ -101,7 +102,7 @@ class FakeStepRecorder(StepMeasurement):
         engine = self.program.engine
         engine.use_unit, engine.finish_backward = self._use, self._finish  # type: ignore[method-assign]
         super().__exit__(*error)
-        self.raw.ledger = self.program.comms.ledger()
+        self.raw.calls = tuple(self.program.comms.calls())
 
     def _hooks_of(self, module: nn.Module) -> Iterator[Any]:
         for name, child in module.named_modules():
@@ -112,7 +113,6 @@ class FakeStepRecorder(StepMeasurement):
         self.path.pop()
 
     def _used(self, kind: str, part: str) -> None:
-        """A part begins to compute."""
         if kind == "forward":
             if not self._when:
                 self._open("loss", "")

@@ -114,7 +114,6 @@ def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
 
 
 def _built(model: nn.Module | Callable[[], nn.Module], layout: Layout, example: Any) -> nn.Module:
-    """The module, which the layout may cut."""
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
@@ -131,7 +130,6 @@ def _device(module: nn.Module, wanted: torch.device | str | None) -> torch.devic
 
 
 def _meet() -> None:
-    """Be in a process group."""
     if dist.is_initialized():
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

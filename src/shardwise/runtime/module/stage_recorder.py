@@ -35,7 +35,8 @@ class RawStages:
     kept: set[str] = field(default_factory=set)
     """Parts whose output the next one keeps."""
     buffers: int = 0
-    ledger: tuple[LedgerRow, ...] = ()
+    calls: tuple[LedgerRow, ...] = ()
+    """The ledger, in the order of its first calls."""
 
 
 @dataclass
@@ -89,7 +90,7 @@ class StageRecorder(StepMeasurement):
             handle.remove()
         self.program.engine.use_unit = self._use  # type: ignore[method-assign]
         super().__exit__(*error)
-        self.raw.ledger = self.program.comms.ledger()
+        self.raw.calls = tuple(self.program.comms.calls())
 
     def record(self, loss: LossFunction, batches: Sequence[Any]) -> RawStages:
         """Forward and backward passes of `MICRO_BATCHES` micro-batches."""

@@ -133,7 +133,6 @@ def _first_of(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Tenso
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with `x` as the first one."""
     if args:
         return (x, *args[1:]), kwargs
     return args, kwargs | dict.fromkeys(list(kwargs)[:1], x)

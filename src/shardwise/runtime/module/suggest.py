@@ -285,13 +285,10 @@ def _left(stack: list[str]) -> None:
 
 
 def _is_cut_by(child: nn.Module) -> bool:
-    """Whether plans cut a module's weight."""
     return is_plain_map(child) or isinstance(child, nn.Embedding)
 
 
 class _Flow(TorchDispatchMode):
-    """Follows cuts through one forward pass."""
-
     def __init__(self, module: nn.Module, search: _Search) -> None:
         super().__init__()
         self.module, self.search = module, search
@@ -390,7 +387,6 @@ class _Flow(TorchDispatchMode):
         return out
 
     def _after(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> TensorState:
-        """State of an operator's results."""
         tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         states = [self._get(x) for x in tensors]
         made = all(state.parameters or x.dim() == 0 for x, state in zip(tensors, states, strict=True)) and bool(states)

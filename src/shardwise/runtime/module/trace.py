@@ -47,7 +47,7 @@ from shardwise.runtime.module.recorder import RawOp, RawStep
 from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
 from shardwise.runtime.module.stage_recorder import MICRO_BATCHES as STAGE_MICRO_BATCHES
 from shardwise.runtime.module.stage_recorder import RawStages
-from shardwise.runtime.module.traced_chain import joined_stages, traced_chain
+from shardwise.runtime.module.traced_chain import CallCounts, joined_stages, same_calls, traced_chain
 
 DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
@@ -112,8 +112,6 @@ def traced_modes(layout: Layout) -> list[str]:
 
 
 class _Tracer:
-    """Traced steps of one module."""
-
     def __init__(
         self, module: nn.Module, example: Any, plan: Mapping[str, str] | None, blocks: Sequence[str] | None,
         parts: Sequence[str | nn.Module] | None, loss: LossFunction, modes: Sequence[str] = RECOMPUTE,
@@ -349,21 +347,19 @@ def _moments(one: RawStep, other: RawStep) -> Iterator[TracedMoment]:
 
 def _collectives(plan: UnitPlan, one: RawStep, other: RawStep) -> Iterator[TracedCollective]:
     """What remains of the ledger without the rows that parameters alone determine."""
-    rows = [_other_rows(plan, raw) for raw in (one, other)]
-    for ((phase, op, group, unit, dtype, elements), count), (large, _) in zip(*rows, strict=True):
-        yield TracedCollective(
-            phase, op, unit, dtype, (elements, large[-1]), count // MICRO_BATCHES, group=group
-        )  # fmt: skip
+    for (phase, op, group, unit, dtype, elements), more, count in same_calls(
+        _other_calls(plan, one), _other_calls(plan, other)
+    ):
+        yield TracedCollective(phase, op, unit, dtype, (elements, more), count // MICRO_BATCHES, group=group)
 
 
-def _other_rows(plan: UnitPlan, raw: RawStep) -> list[tuple[tuple[Any, ...], int]]:
-    """(phase, operation, group, unit, dtype, elements) of these, and how often."""
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for row in raw.ledger:
-        counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
-    for (phase, op, axes, *rest), count in state_rows(plan).items():
-        counts[(phase, op, plan.mesh.name(axes), *rest)] -= count
-    return sorted((key, count) for key, count in counts.items() if count > 0 and key[0] in ("forward", "backward"))
+def _other_calls(plan: UnitPlan, raw: RawStep) -> CallCounts:
+    counts: CallCounts = Counter()
+    for row in raw.calls:
+        if row.phase in ("forward", "backward"):
+            counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
+    known = {(phase, op, plan.mesh.name(axes), *rest): n for (phase, op, axes, *rest), n in state_rows(plan).items()}
+    return +Counter({key: count - known.get(key, 0) for key, count in counts.items()})
 
 
 def _with_received(step: TracedStep, plan: UnitPlan, crowded: Sequence[Sequence[RawStep]]) -> TracedStep:

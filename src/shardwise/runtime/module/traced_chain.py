@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -49,7 +49,10 @@ def joined_stages(step: TracedStep, one: RawStages, other: RawStages) -> dict[st
         ),
         (one.buffers, other.buffers),
     )
-    ends = list(_of_ends(one, other))
+    ends = [
+        TracedCollective(phase, op, ROOT, dtype, (elements, more), count // MICRO_BATCHES, end, group)
+        for (phase, op, group, end, dtype, elements), more, count in same_calls(_of_ends(one), _of_ends(other))
+    ]
     return {"stages": stages, "collectives": (*(c for c in step.collectives if c.unit != ROOT), *ends)}
 
 
@@ -62,18 +65,30 @@ def _pairs(one: Mapping[K, int], other: Mapping[K, int]) -> list[tuple[K, Pair]]
     return [(key, (value, other[key])) for key, value in one.items()]
 
 
-def _of_ends(one: RawStages, other: RawStages) -> list[TracedCollective]:
+def _of_ends(raw: RawStages) -> CallCounts:
     """Collectives of the root's maps, by the end that has them."""
-    rows = [_rows(raw) for raw in (one, other)]
-    return [
-        TracedCollective(phase, op, ROOT, dtype, (elements, large[-1]), count // MICRO_BATCHES, end, group)
-        for ((phase, op, end, group, dtype, elements), count), (large, _) in zip(*rows, strict=True)
-    ]
-
-
-def _rows(raw: RawStages) -> list[tuple[tuple[Any, ...], int]]:
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for row in raw.ledger:
+    counts: CallCounts = Counter()
+    for row in raw.calls:
         if row.phase in ("forward", "backward") and row.unit in (ENTRY, EXIT):
-            counts[row.phase, row.op, row.unit, row.axes, row.dtype, row.elements] += row.count
-    return sorted(counts.items())
+            counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
+    return counts
+
+
+CallCounts = Counter[tuple[Any, ...]]
+"""(phase, operation, group, unit, dtype, elements) -> calls, in the order of the first ones."""
+
+
+def same_calls(one: CallCounts, other: CallCounts) -> Iterator[tuple[tuple[Any, ...], int, int]]:
+    """(key, elements of the same call at the other size, calls): the n-th of one kind and unit is the n-th at any size.
+    Raises `UserError` where these differ."""
+    by_kind: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for (*kind, elements), count in other.items():
+        by_kind.setdefault(tuple(kind), []).append((elements, count))
+    for key, count in one.items():
+        more, times = (by_kind.get(key[:-1]) or [(0, 0)]).pop(0)
+        if times != count or len(one) != len(other):
+            raise UserError(
+                "its collectives differ between numbers of rows: trace an example with another one; split and verify "
+                "run it all the same"
+            )
+        yield key, more, count

@@ -69,7 +69,6 @@ class ServedRun(TrainingRun):
         return make_server(plan, self.mail, self._initial_values, config.optimizer, steps, stops)
 
     def _stops_at(self, step: int, loss: float, norm: float) -> bool:
-        """Workers end where the servers say."""
         self.skips = self.program.optimizer.skips
         return False
 

@@ -272,7 +272,11 @@ class Comms:
             self.phase = before
 
     def ledger(self) -> tuple[LedgerRow, ...]:
-        return tuple(sorted(LedgerRow(*key, count=timing.count) for key, timing in self.timings.items()))  # type: ignore[arg-type]
+        return tuple(sorted(self.calls()))
+
+    def calls(self) -> Iterator[LedgerRow]:
+        """The ledger's rows in the order of their first calls."""
+        return (LedgerRow(*key, count=timing.count) for key, timing in self.timings.items())  # type: ignore[arg-type]
 
     def transport(self) -> tuple[TransportRow, ...]:
         """Realization of each ledger row here, its time and the rank's waiting."""

@@ -190,7 +190,6 @@ class SharedCollective:
     # -- its memory
 
     def _enter(self) -> StagingBuffer:
-        """Bring into sight what peers must see."""
         copies, size = self._plan.copy_plan, self._own.itemsize
         first, last = copies.span
         stage = self._transport.stage((last - first) * size)

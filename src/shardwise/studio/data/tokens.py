@@ -345,7 +345,6 @@ def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -
 
 @lru_cache(maxsize=64)
 def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, prompt: int, output: int) -> list[float]:
-    """Seconds of each token of an answer."""
     contexts = range(prompt + 1, prompt + output + 1)
     return [token.seconds for token in _strategy(model, layout, cluster).tokens(batch, contexts)]
 
