@@ -1,5 +1,7 @@
 """The terms behind an estimate add up to its totals."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from shardwise.cli.main import main
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan, Workload
+from shardwise.layout.units import unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
@@ -25,10 +28,17 @@ from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.states import largest_model, least_devices, training_states, zero_sent
 from shardwise.predict.recompute_modes import recompute_modes
 from shardwise.predict.tensor_kinds import tensor_kinds
+from shardwise.predict.traffic.ledger import forward_runs
 from shardwise.report import StepReport
 
 RUNNABLE = sorted(name for name, model in catalog().items() if not model.why_not_runnable())
 TEXTS = table(__file__, "TEXTS")
+
+
+def repeated(plan: UnitPlan) -> int:
+    """FLOPs per token of the forward passes that a rank's ledger has in the backward pass."""
+    blocks = ((plan.blueprint.part(part), forward_runs(plan, part)[1]) for part in plan.of_kind("block"))
+    return sum(times * sum(op.flops_per_token(plan.workload.seq) for op in block.operations) for block, times in blocks)
 
 
 def terms_of(model: ModelConfig, layout: Layout, workload: Workload, report: StepReport | None = None) -> Breakdown:
@@ -43,8 +53,12 @@ def terms_of(model: ModelConfig, layout: Layout, workload: Workload, report: Ste
     assert sum(terms.parameters.values()) == count(model)
     flops, tokens = terms.flops, workload.seq * workload.batch
     assert flops.matrices + flops.attention == tokens * training_flops_per_token(model, workload.seq)
-    mode = "full" if layout.recompute == "input" else layout.recompute
-    again = hardware_flops_per_token(model, workload.seq, mode) - training_flops_per_token(model, workload.seq)
+    if layout.recompute == "input":
+        first = unit_plan(model, layout, workload)
+        again = sum(repeated(replace(first, pp_rank=rank)) for rank in range(layout.pp))
+    else:
+        once = training_flops_per_token(model, workload.seq)
+        again = hardware_flops_per_token(model, workload.seq, layout.recompute) - once
     assert flops.recompute == tokens * again
     if not model.lora:
         assert flops.matrices == 6 * tokens * flops.matrix_elements

@@ -92,7 +92,7 @@ def test_beside_another_micro_batch_an_exchange_takes_less_but_not_nothing():
 def test_recomputed_blocks_exchange_once_more():
     split = StepShape(4096, micro=1, micro_batches=16, dp=16, ep=16, zero=1, shard=16)
     none, full = (parts(MIXTRAL, replace(split, recompute=how), ROWS)["experts"] for how in ("none", "full"))
-    assert full == pytest.approx(1.5 * none)
+    assert full == pytest.approx(1.5 * none, rel=2e-3)  # experts' loads are told once, numbers of rows once more
 
 
 def test_the_host_launches_experts_one_by_one_unless_they_are_captured():

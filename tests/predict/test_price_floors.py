@@ -7,7 +7,7 @@ out decides searches, and the mean error over published rows does not show it.
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -39,7 +39,7 @@ from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import LINKS, training_step
 from shardwise.predict.time.traffic import traffic
-from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role
+from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role, StepReport
 from shardwise.schedule.pipeline.completion import gathers_of_a_stage
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "gpt2-xl", "mixtral-8x7b", "qwen3-30b-a3b")
@@ -62,7 +62,9 @@ def draws(count: int, key: str) -> Iterator[tuple[str, str, Layout, Workload]]:
         text = ",".join(f"{axis}={n}" for axis, n in degrees.items())
         data = degrees["dp"] * degrees["cp"]
         zero = pick((0, 1, 2, 3))
-        text += f",zero={zero},micro={pick((1, 2))},recompute={pick(('none', 'selective', 'full'))}"
+        text += f",zero={zero},micro={pick((1, 2))},recompute={pick(('none', 'selective', 'full', 'input'))}"
+        if degrees["cp"] > 1 and degrees["dp"] > 1:
+            text += f",cpkind={pick(('ring', 'ring', 'ulysses', 'allgather'))}"
         text += pick(("", ",sp")) * (degrees["tp"] > 1) + f",grads={pick(('bf16', 'fp32'))}"
         if zero and data > 2 and pick((True, False)):
             text += f",shard={data // 2}"
@@ -99,11 +101,13 @@ def floor_of(row: LedgerRow, rank: int, mesh: Mesh, cluster: Cluster) -> float:
     return volume * lacking / cluster.inter.bandwidth
 
 
-def part_of(row: LedgerRow) -> str:
-    """The part of a step that a row is priced in; empty for scalars and checks."""
+def part_of(row: LedgerRow, cut: bool) -> str:
+    """The part of a step that a row is priced in; empty for scalars and checks. cut: as of `busiest`."""
     axes = set(row.axes.split("_"))
-    if row.phase == "loss" or row.unit in ("gradient norm", "valid tokens", "loss"):
+    if row.phase == "loss" or row.unit in ("gradient norm", "valid tokens", "loss", "expert loads"):
         return ""
+    if row.dtype == "int64":
+        return "experts"
     if row.unit == "tied":
         return "data"
     if axes == {"pp"}:
@@ -111,20 +115,20 @@ def part_of(row: LedgerRow) -> str:
     if axes == {"ep"}:
         return "experts"
     # Over cp alone go messages of attention, and, without data parallelism, units.
-    return "tensor" if axes <= {"tp", "kv"} or (axes == {"cp"} and row.op in ("send", "recv", "all_to_all")) else "data"
+    alone = axes == {"cp"} and (cut or row.op in ("send", "recv", "all_to_all"))
+    return "tensor" if axes <= {"tp", "kv"} or alone else "data"
 
 
-def busiest(roles: tuple[Role, ...], mesh: Mesh, cluster: Cluster) -> dict[str, float]:
-    """Floor of each part, of the role that has the highest."""
-    floors: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+def busiest(roles: tuple[Role, ...], cut: bool, seconds: Callable[[LedgerRow, int], float]) -> list[dict[str, float]]:
+    """Seconds of each part, by role. cut: whether there is data parallelism beside cp."""
+    found = []
     for role in roles:
         mine: Counter[str] = Counter()
         for row in role.ledger:
-            if name := part_of(row):
-                once = 1 if row.op != "recv" else 0
-                mine[name] += once * floor_of(row, role.ranks[0], mesh, cluster)
-        floors = {name: max(floors[name], mine[name]) for name in floors}
-    return floors
+            if row.op != "recv" and (name := part_of(row, cut)):
+                mine[name] += seconds(row, role.ranks[0])
+        found.append({name: mine[name] for name in LINKS})
+    return found
 
 
 def gradient_floor(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> float:
@@ -180,16 +184,41 @@ def check_training(model: str, cluster_text: str, layout: Layout, workload: Work
     cluster, config = Cluster.parse(cluster_text), get(model)
     report = estimate(model, layout, workload, cluster)
     timing, mesh = report.timing, Mesh.of(layout, config)
-    for name, floor in busiest(report.roles, mesh, cluster).items():
+    roles = busiest(report.roles, layout.dp > 1, lambda row, rank: floor_of(row, rank, mesh, cluster))
+    for name in LINKS:
+        floor = max(role[name] for role in roles)
         if floor < SCALARS:
             continue
         assert timing["links"][name] >= floor * 0.98, (
             f"{name}: priced {timing['links'][name]} s, at full rate {floor}: {model} {layout} {cluster} {workload}"
         )
+    check_ledger(report, model, mesh, cluster, layout, f"{model} {layout} {cluster} {workload}")
     check(timing, config, layout, workload, cluster, 2.0)
     assert timing["parts"]["gradients"] >= gradient_floor(config, layout, workload, cluster) * 0.98, (model, layout)
 
 
+def check_ledger(report: StepReport, model: str, mesh: Mesh, cluster: Cluster, layout: Layout, case: str) -> None:
+    """What a step sends is priced as if its ledger were, row by row: neither less nor twice. A pipeline's messages are
+    left out, of which the price has those of its fill, too."""
+    collectives, uneven = Pricing(cluster, layout=layout).collectives, get(model).layers % (layout.pp * layout.virtual)
+
+    def seconds(row: LedgerRow, rank: int) -> float:
+        first, second, *_ = group = sorted(mesh.group(named(row.axes), rank))
+        nbytes = row.payload_bytes / row.count
+        if row.op == "send":
+            return row.count * float(collectives.hop(nbytes, second - first, len(group)))
+        return row.count * float(collectives.seconds(row.op, nbytes, len(group), second - first))
+
+    roles, links = busiest(report.roles, layout.dp > 1, seconds), report.timing["links"]
+    for name in (name for name in LINKS if name != "pipeline"):
+        rows, price = sorted(role[name] for role in roles), links[name]
+        # Where the busiest rank has a block more than one with a table, it may be in between.
+        pairs = [(rows[0], rows[-1])] if uneven else zip(rows, rows, strict=True)
+        assert any(0.9 * least - FEW <= price <= 1.1 * most + FEW for least, most in pairs), (name, price, rows, case)
+
+
+FEW = 2e-4
+"""Seconds of calls of a step that are no part's."""
 SCALARS = 1e-6
 """Seconds of what is no tensor: experts' loads."""
 OMITTED = table(__file__, "OMITTED")

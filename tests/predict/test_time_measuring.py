@@ -207,8 +207,11 @@ def test_the_vocabulary_ends_have_their_collectives():
     loss = float(sum(price("all_reduce", 4.0 * n * tokens, 2) for n in (1, 2)))
     gather, scatter = (float(price(op, full, 2)) for op in ("all_gather_into", "reduce_scatter"))
     assert tensor(model, False) == pytest.approx(6 * float(price("all_reduce", full, 2)) + loss, rel=1e-9)
-    # One more gather of the head's input in backward, as in a block, where there are two of them.
-    assert tensor(model, True) == pytest.approx((6 + 3) * gather + (4 + 2) * scatter + loss, rel=1e-9)
+    # One more gather of the head's input in backward, as in a block, where there are two of them. Each rank has the
+    # gradients of norms for its own tokens.
+    (block,) = blueprint(model).of_kind("block")
+    norms = float(price("all_reduce", 4.0 * sum(p.numel for p in block.parameters if p.cut == "replicated"), 2))
+    assert tensor(model, True) == pytest.approx((6 + 3) * gather + (4 + 2) * scatter + loss + norms, rel=1e-9)
 
 
 def test_gradients_are_added_to_those_of_earlier_micro_batches():

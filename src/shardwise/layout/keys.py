@@ -453,7 +453,6 @@ class Keys:
     stages: tuple[int, ...] = key(
         (),
         "layers of each of the pp x virtual stages, such as 21/20/20/19; none: even",
-        "untimed",
         example="16/16",
         **_PIPELINE,
         rules=(_COUNTS,),

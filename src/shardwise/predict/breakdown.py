@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
+from typing import cast
 
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
@@ -15,6 +17,7 @@ from shardwise.layout import Layout, Workload, check, unit_plan
 from shardwise.layout.layout import with_stage
 from shardwise.layout.legality import suited
 from shardwise.layout.optimizers import MODEL
+from shardwise.layout.pipeline import stages
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.adapters import factor_of
@@ -251,10 +254,24 @@ def training_flops(model: Model, layout: Layout, workload: Workload) -> Training
     if isinstance(model, Blueprint):
         attention, rest, blocks = (workload.batch * flops for flops in traced_flops(model))
         return TrainingFlops(tokens, rest, attention, blocks * (layout.recompute == "full"), 0)
-    recompute: Recompute = "full" if layout.recompute == "input" else layout.recompute  # type: ignore[assignment]
     total = training_flops_per_token(model, seq)
     attention = 3 * attention_flops_per_token(model, seq)
-    again = hardware_flops_per_token(model, seq, recompute) - total
+    if layout.recompute == "input":
+        again = _from_inputs(model, layout, seq)
+    else:
+        again = hardware_flops_per_token(model, seq, cast(Recompute, layout.recompute)) - total
     return TrainingFlops(
         tokens, tokens * (total - attention), tokens * attention, tokens * again, matmul_parameters(model)
+    )
+
+
+def _from_inputs(model: ModelConfig, layout: Layout, seq: int) -> int:
+    """FLOPs per token of recomputation from the first input of each stage: each block runs for all behind it, too."""
+    blocks = [sum(op.flops_per_token(seq) for op in part.operations)
+              for part in blueprint(model).of_kind("block") for _ in range(part.count)]  # fmt: skip
+    last = accumulate(stages(model, layout).layers)
+    return sum(
+        flops * (stop - place)
+        for stop, count in zip(last, stages(model, layout).layers, strict=True)
+        for place, flops in enumerate(blocks[stop - count : stop], stop - count)
     )

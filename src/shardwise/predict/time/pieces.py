@@ -18,6 +18,7 @@ from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.tensor import EDGES, collectives
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, Part
+from shardwise.model.config import Experts
 from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, routed, tally_part
 from shardwise.predict.time.experts import exchange_seconds
@@ -84,6 +85,8 @@ def pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Prici
     have a few dozen of them."""
     # Of wide types alone, products add to gradients of earlier micro-batches.
     names = (*BLOCK_DEPENDS_ON, "micro_batches", "zero") if split.width > 2 else BLOCK_DEPENDS_ON
+    if np.any(np.asarray(split.recompute) == "input"):
+        names = (*names, "pp", "virtual")
     arrays = np.broadcast_arrays(*(getattr(split, name) for name in names))
     if arrays[0].size < 64:
         return _pieces(model, split, engine, pricing)
@@ -106,7 +109,7 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
     times = cache(TracedTimes(model, pricing, split.dtype, hidden, beside).of)
     cut_of = cache(lambda *apart: traced_cut(cut_layout(dict(zip(APART, apart, strict=True)))))
     apart = [vars(split).get(name, split.apart.get(name, KEYS[name].default)) for name in APART]
-    arrays = np.broadcast_arrays(*_recomputed(split), split.tp, split.micro, split.sp, *apart)
+    arrays = np.broadcast_arrays(*recomputed(model, split), split.tp, split.micro, split.sp, *apart)
     rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
     found = [
         (*times(tp, micro, sp, cut_of(*cut)), {**dict.fromkeys(TRACED_KINDS, whole), "attention": whole + core})
@@ -165,7 +168,7 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
     """Forward, backward and recomputation of one block for one micro-batch, with what it waits for; and apart, how
     much of it is the forward pass and the weights' gradients."""
     tally = tally_part(part, model, shape, engine, pricing.kernels)
-    whole, core = _recomputed(split)
+    whole, core = recomputed(model, split)
     parts = {
         kind: tally.forward[kind] + tally.backward[kind] + whole * tally.forward[kind] + core * tally.selective[kind]
         for kind in tally.forward
@@ -190,10 +193,15 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
     return parts
 
 
-def _recomputed(split: StepShape) -> tuple[Num, Num]:
-    """1 where a block's whole forward pass is computed again, and where its attention core alone is; else 0."""
+def recomputed(model: Model, split: StepShape) -> tuple[Num, Num]:
+    """How often a block's whole forward pass is computed again, in the mean over a stage's blocks, and how often its
+    attention core alone is. From the first one's input, each block is recomputed for all behind it, too."""
     recompute = np.asarray(split.recompute)
-    return 1.0 * ((recompute == "full") | (recompute == "input")), 1.0 * (recompute == "selective")
+    whole, core = 1.0 * (recompute == "full"), 1.0 * (recompute == "selective")
+    if np.any(recompute == "input"):
+        for_all = (split.layers_held(model.layers)[0] / split.virtual + 1) / 2
+        whole = np.where(recompute == "input", for_all, whole)
+    return whole, core
 
 
 def _edge(tally: PartSeconds, tensor: Num) -> Parts:
@@ -208,7 +216,7 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
     name = "tensor_piped" if engine.tensor_pipelined else "tensor_hidden" if engine.tensor_overlap else ""
     hidden = pricing.constants.value(name) if name else 0.0
-    whole = _recomputed(split)[0]
+    whole = recomputed(model, split)[0]
     if split.tpkind == "gathered":
         # The collectives of a block where every map's outputs are gathered, forward and backward.
         seconds: dict[str, Num] = {"forward": 0.0, "backward": 0.0}
@@ -283,7 +291,7 @@ def _merged(
         return 0.0, 0.0
     elements = steps * shape.tokens * model.heads / split.tp * core_width(core_of(model))
     ahead, back = (pricing.kernels.pass_over(elements * nbytes) for nbytes in engine.ring_bytes)
-    again = np.where(np.asarray(split.recompute) == "none", 0, 1)
+    again = sum(recomputed(model, split))
     return np.where(steps > 0, ahead, 0.0), np.where(steps > 0, back + again * ahead, 0.0)
 
 
@@ -296,7 +304,7 @@ def _context(
         return 0.0, 0.0
     kv = np.maximum((model.heads if engine.kv_repeated else model.kv_heads) / split.tp, 1)
     head = shape.micro * split.seq * core_width(core_of(model)) * split.width  # bytes of a head, of all ranks' tokens
-    again = np.where(np.asarray(split.recompute) == "none", 0, 1)
+    again = sum(recomputed(model, split))
 
     def price(op: str, nbytes: Num) -> Num:
         return pricing.collectives.seconds(op, nbytes, split.cp, split.tp)
@@ -352,10 +360,24 @@ def _exchanged(
         return 0.0 * busy
     assert model.experts
     one = exchange_seconds(model.experts, shape.routed, model.hidden, split.ep, engine, pricing)
-    seconds = (4 + 2 * _recomputed(split)[0]) * one
+    again = recomputed(model, split)[0]
+    seconds = (4 + 2 * again) * one + _counted(model.experts, split, engine, pricing, again)
     if not engine.exchange_overlap:
         return seconds
     return np.maximum(seconds - busy, 0.0) + pricing.constants.value("contention") * np.minimum(seconds, busy)
+
+
+def _counted(experts: Experts, split: StepShape, engine: EngineProfile, pricing: Pricing, again: Num) -> Num:
+    """Seconds of what ranks tell each other of a block's routing: the rows that come, before each exchange of rows, and
+    every expert's load, of which losses of balance are made."""
+    price, nbytes = pricing.collectives.seconds, 8.0 * experts.count
+    told = (1 + again) * price("all_to_all", nbytes, split.ep) if engine.exchange == "rows" else 0.0
+    if not (experts.balance_loss or experts.z_loss):
+        return told
+    inside, apart = split.tp // split.expert_tp, split.expert_tp
+    if experts.balance == "global":
+        return told + price("all_reduce", nbytes, split.dp * split.cp * inside, apart)
+    return told + price("all_reduce", nbytes * split.micro, split.cp * inside, apart)
 
 
 def _host_of_experts(part: Part, shape: Shape, engine: EngineProfile, pricing: Pricing, whole: Num) -> Num:

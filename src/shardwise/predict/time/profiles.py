@@ -102,6 +102,11 @@ class EngineProfile:
     """Sends between stages run beside computation."""
     scatter_hops: bool = False
     """A stage's output travels in tp pieces."""
+    tied_apart: bool = False
+    """A tied table is a unit of its own, which stays gathered from one micro-batch to the next at stage 3; both ends of
+    a pipeline send each other their shards of its gradients."""
+    by_unit: bool = False
+    """Below stage 3 gradients are reduced and parameters gathered block by block, not in larger buckets."""
     grad_bytes: float | Literal["plan"] = 2.0
     """Bytes of a gradient as it is accumulated and reduced; "plan": as the layout's `UnitPlan` has it."""
     optimizer_bytes: float = 30.0

@@ -20,10 +20,10 @@ class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
     qgz: weights and gradients go packed, in all splits of a call; feedback: with the errors of packed gradients;
-    schedule: the pipeline's, one of `SCHEDULES`; dtype: of the matrix products.
-    offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which may be arrays;
-    offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a micro-batch and
-    copies to the host and back; wide_gradients: they are accumulated in fp32 even of one micro-batch."""
+    schedule: the pipeline's, one of `SCHEDULES`; stages: layers of each of its stages, none for even ones; dtype: of
+    the matrix products. offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which
+    may be arrays; offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a
+    micro-batch and copies to the host and back; wide_gradients: accumulated in fp32 even of one micro-batch."""
 
     seq: int
     micro: Num = 1
@@ -50,6 +50,7 @@ class StepShape:
     saved_bytes: Num = 0.0
     wide_gradients: bool = False
     schedule: str = "1f1b"
+    stages: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     optimizer: str = DEFAULT
     """One of `OPTIMIZERS`."""
@@ -85,6 +86,14 @@ class StepShape:
     def wire_width(self) -> Num:
         """Bytes of a gradient as it is reduced (`Dtypes.wire`)."""
         return np.where(np.asarray(self.zero) >= 2, self.width, self.gradient_width)
+
+    def layers_held(self, layers: int) -> tuple[Num, Num]:
+        """Layers of the pipeline rank that has the most, and of the last one, which has the head (`StageLayers`)."""
+        if self.stages:
+            *others, last = (sum(self.stages[rank :: int(self.pp)]) for rank in range(int(self.pp)))
+            return max(others), last
+        each, extra = divmod(layers, np.asarray(self.pp) * self.virtual)
+        return each * self.virtual + np.ceil(extra / self.pp), each * self.virtual + extra // self.pp
 
     @property
     def spreads_experts(self) -> Num:

@@ -22,7 +22,7 @@ from shardwise.model.parameters import Model
 from shardwise.predict.fixing import SCHEDULES
 from shardwise.predict.time.gradients import added_seconds
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
-from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
+from shardwise.predict.time.pieces import Parts, Pieces, pieces, recomputed, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import StepShape
@@ -146,14 +146,12 @@ class PricedStep:
     def _stages(self) -> tuple[Parts, Num]:
         """One micro-batch on the stage that takes longest, by part; and the seconds in which it has nothing to do."""
         model, split, found = self.model, self.split, self.found
-        chunks = split.pp * split.virtual
-        even = np.asarray(model.layers) % chunks == 0
-        held = np.where(even, model.layers / split.pp, np.ceil((model.layers + 2) / chunks) * split.virtual)
-        # Where layers do not divide, embedding and head take the place of a layer each (Megatron-Core,
-        # --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split).
-        most, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
+        most, with_head = map(_narrow, split.layers_held(model.layers))
         per_block = found.block | {"data": self._sharded(total(found.block, "host"))}
         per_block["gradients"], of_table = self._added()
+        summed = "tensor" if "tensor" in per_block else "matmul"  # where kinds are joined
+        sums = np.where((np.asarray(split.zero) >= 2) & self.engine.by_unit, 1, 1 / np.asarray(split.micro_batches))
+        per_block[summed] = per_block[summed] + self.sent.partial * sums
         one, loss = total(per_block, "host"), total(found.last, "host") + of_table
         alone = np.asarray(split.pp) == 1
         tail = (with_head * one + loss >= most * one) | alone
@@ -165,18 +163,19 @@ class PricedStep:
             for name in per_block
         }
         busiest["host"] = self._host(busiest.pop("host"), busiest)
-        busiest["gradients"] = busiest["gradients"] + of_table * np.where(alone, 1 + (not model.tied), 1.0 * tail)
+        tables = np.where(alone, 1 + (not model.tied), 1.0 * tail)
+        busiest["gradients"] = busiest["gradients"] + of_table * tables
         through = model.layers * one + loss + total(found.first, "host") + of_table
         all_of_it = total(busiest)
         ratio = all_of_it / (all_of_it - busiest["host"])
         fill = np.maximum(through * ratio - all_of_it, 0.0) * self.share
         table = self._table()
-        busiest["data"] = busiest["data"] + table * (1.0 * tail + alone)
+        busiest["data"] = busiest["data"] + table * tables
         # Of both ends' tables, the fill waits for those that are not on the busiest stage.
         return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
 
     def _gathers(self) -> Num:
-        """Gathers of a block at stage 3 per micro-batch: for both its passes, or once in a step."""
+        """Gathers of a block at stage 3 per micro-batch: for each of its passes, or once in a step."""
         split, engine = self.split, self.engine
         alone = np.asarray(split.pp) == 1
         once = engine.gathers_by_stage & ~alone
@@ -185,15 +184,18 @@ class PricedStep:
         if engine.resident_stages:
             rounds = split.micro_batches / np.asarray(split.pp)
             times = gathers_of_a_stage(np.asarray(split.virtual), rounds, engine.resident_stages)
-        return np.where(once, times / np.asarray(split.micro_batches), 2.0 - last / self.model.layers)
+        again = np.maximum(recomputed(self.model, split)[0], 1.0)
+        return np.where(once, times / np.asarray(split.micro_batches), 1.0 + again - last / self.model.layers)
 
     def _table(self) -> Num:
         """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered
         once a micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
         if self.engine.gather_overlap and self.engine.grad_overlap:
             return 0.0
-        sent, gathers = self.sent, np.minimum(self._gathers(), 1.0)
-        nearer = (sent.table_gather - sent.table_again) * (gathers - 1 / np.asarray(self.split.micro_batches))
+        sent, gathers, once = self.sent, np.minimum(self._gathers(), 1.0), 1 / np.asarray(self.split.micro_batches)
+        if self.engine.tied_apart and self.model.tied:
+            gathers = np.where(np.asarray(self.split.pp) == 1, once, gathers)
+        nearer = (sent.table_gather - sent.table_again) * (gathers - once)
         return sent.table_gather * gathers - nearer + sent.table_reduce
 
     def _host(self, called: Num, parts: Parts) -> Num:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from shardwise.arrays import Num
+from shardwise.layout import Layout
+from shardwise.layout.axes import KV, TP, Axes
+from shardwise.layout.placement import place
 from shardwise.layout.unit import GRADIENT_BITS, WEIGHT_BITS
 from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
@@ -30,8 +35,9 @@ class Traffic:
     reduce, gather: all gradients to who updates them, all parameters back, below stage 3. replicas: sums over the
     groups that hold the same shards (HSDP). unit_gather, unit_reduce: of one block, at stage 3; table_gather,
     table_reduce: of a vocabulary's table there; unit_again, table_again: a later gather of the step, which under hpz is
-    over fewer ranks. tied: the sum of a tied table's gradients over the ends of a pipeline.
-    unit_copies: of a block at stage 3, copies on the device beside a gather and beside a reduction.
+    over fewer ranks. tied: the sum of a tied table's gradients over the ends of a pipeline. partial: of a block, sums
+    over tp of gradients that each of its ranks has a part of. unit_copies: of a block at stage 3, copies on the device
+    beside a gather and beside a reduction.
     hop: one message between stages.
     """
 
@@ -45,6 +51,7 @@ class Traffic:
     table_reduce: Num
     table_again: Num
     tied: Num
+    partial: Num
     unit_copies: tuple[Num, Num]
     hop: Num
 
@@ -68,7 +75,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     unit_routed = block_parameters(model, split)[1] / model.layers
     owners = np.where(zero == 0, data, split.shard)
     reduce, gather, replicas, unit_gather, unit_reduce = _state_traffic(
-        (dense, unit, trained), (data, owners, split.tp), split, engine, pricing, _reduced
+        (dense, unit, trained), (data, owners, split.tp), model.layers, split, engine, pricing, _reduced
     )
 
     def again(elements: Num, first: Num) -> Num:
@@ -80,7 +87,9 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         there, group = np.asarray(unit_routed) > 0, (split.expert_data, split.expert_shard, split.expert_apart)
         of_experts = [
             np.where(there, x, 0.0)
-            for x in _state_traffic((routed, unit_routed, unit_routed), group, split, engine, pricing, _summed)
+            for x in _state_traffic(
+                (routed, unit_routed, unit_routed), group, model.layers, split, engine, pricing, _summed
+            )
         ]
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
@@ -98,6 +107,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         _reduced(table * trains_tables(model), grad_bytes, split_up, split.tp, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
+        _partial(model, split, engine, pricing),
         _copies(unit + unit_routed, trained + unit_routed, split_up, split, engine, pricing),
         _hop(model, split, engine, pricing),
     )
@@ -114,7 +124,7 @@ def _copies(
 
 
 def _state_traffic(
-    elements: tuple[Num, Num, Num], group: tuple[Num, Num, Num], split: StepShape, engine: EngineProfile,
+    elements: tuple[Num, Num, Num], group: tuple[Num, Num, Num], layers: int, split: StepShape, engine: EngineProfile,
     pricing: Pricing, reduced: Callable[..., Num],
 ) -> tuple[Num, Num, Num, Num, Num]:  # fmt: skip
     """Collectives of all but the experts, or of these alone: reduce, gather, replicas, unit_gather, unit_reduce.
@@ -123,13 +133,20 @@ def _state_traffic(
     (trained, unit, of_unit), (data, owners, apart) = elements, group
     price, zero, grad_bytes = pricing.collectives.seconds, np.asarray(split.zero), reduced_width(split, engine)
     whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), owners, 1)
-    reduce = price("all_reduce", trained * grad_bytes, whole, apart)
-    reduce = reduce + reduced(trained, grad_bytes, partly, apart, split, pricing)
-    gather = price("all_gather_into", trained * split.width, partly, apart)
     groups = np.where(zero == 0, 1, np.maximum(data // owners, 1))
-    shards, split_up = trained * accumulator_width(split, engine) / owners, np.where(zero == 3, owners, 1)
+    split_up, wide = np.where(zero == 3, owners, 1), accumulator_width(split, engine)
+
+    def over_all(seconds: Callable[[Num], Num]) -> Num:
+        """Of all that a rank trains: unit by unit, or as if it were one. Tables are units, too."""
+        blocks = split.layers_held(layers)[0] if engine.by_unit else 0
+        rest = np.maximum(trained - blocks * of_unit, 0.0)
+        return blocks * seconds(of_unit) + np.where(rest > 0, seconds(rest), 0.0)
+
     return (
-        reduce, gather, price("all_reduce", shards, groups, apart * owners),
+        over_all(lambda n: price("all_reduce", n * grad_bytes, whole, apart)
+                 + reduced(n, grad_bytes, partly, apart, split, pricing)),
+        over_all(lambda n: price("all_gather_into", n * split.width, partly, apart)),
+        over_all(lambda n: price("all_reduce", n * wide / owners, groups, apart * owners)),
         _gathered(unit, split_up, apart, split, pricing),
         reduced(of_unit, grad_bytes, split_up, apart, split, pricing),
     )  # fmt: skip
@@ -181,9 +198,37 @@ def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricin
     if not model.tied or not trains_tables(model):
         return 0.0
     table = held_elements(model, split.tp).shared if isinstance(model, Blueprint) else _table(model, split, engine)
-    ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
-    apart = split.tp * data * np.maximum(split.pp - 1, 1)
-    return pricing.collectives.seconds("all_reduce", table * accumulator_width(split, engine), ends, apart)
+    piped, stride = np.asarray(split.pp) > 1, split.tp * split.dp * split.cp
+    nbytes = table * accumulator_width(split, engine)
+    if engine.tied_apart:
+        sent = nbytes / np.where(np.asarray(split.zero) > 0, split.shard, 1)
+        return np.where(piped, pricing.collectives.hop(sent, stride, split.pp), 0.0) if np.any(piped) else 0.0
+    apart = stride * np.maximum(split.pp - 1, 1)
+    return pricing.collectives.seconds("all_reduce", nbytes, np.where(piped, 2, 1), apart)
+
+
+def _partial(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
+    if isinstance(model, Blueprint) or np.all(np.asarray(split.tp) == 1):
+        return 0.0
+    together = 1 if engine.by_unit else split.layers_held(model.layers)[0]
+    width, seconds = together * reduced_width(split, engine), 0.0 * np.asarray(split.tp)
+    for tp, sp in product(np.unique(split.tp).tolist(), (False, True)):
+        here = (np.asarray(split.tp) == tp) & (np.asarray(split.sp) == sp)
+        for elements, ranks in _partial_of(model, int(tp), sp) if here.any() else ():
+            sums = pricing.collectives.seconds("all_reduce", elements * width, ranks) / together
+            seconds = seconds + np.where(here, sums, 0.0)
+    return seconds
+
+
+@lru_cache(maxsize=256)
+def _partial_of(model: ModelConfig, tp: int, sp: bool) -> list[tuple[float, int]]:
+    """(elements of a block whose gradients are such sums, over how many ranks)."""
+    layout, sums = Layout(tp=tp, sp=sp and tp > 1), Counter[Axes]()
+    for part in blueprint(model).of_kind("block"):
+        for placed in (place(p, layout, 0) for p in part.parameters if not p.frozen):
+            sums[placed.sum_over] += part.count * placed.numel
+    ranks = {TP: tp, KV: max(1, tp // model.kv_heads)}
+    return [(sums[axes] / model.layers, n) for axes, n in ranks.items() if sums[axes]]
 
 
 def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
@@ -206,7 +251,8 @@ def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tu
     """Trained parameters of the busiest rank: (all but the experts', the experts')."""
     blocks, routed = block_parameters(model, split)
     tables = table_parameters(model, split, engine)
-    return blocks / split.pp + tables, routed / split.pp + 0.0 * blocks
+    share = split.layers_held(model.layers)[0] / model.layers
+    return blocks * share + tables, routed * share + 0.0 * blocks
 
 
 def block_parameters(model: Model, split: StepShape) -> tuple[Num, Num]:
