@@ -21,7 +21,7 @@ from harness.today import seed as today
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.axes import named
+from shardwise.layout.axes import KV, TP, named
 from shardwise.layout.gathers import gather_counts
 from shardwise.layout.legality import check_runnable
 from shardwise.layout.mesh import Mesh
@@ -30,11 +30,13 @@ from shardwise.layout.units import unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import matmul_parameters, training_flops_per_sequence
+from shardwise.model.lora import Lora
 from shardwise.model.parameters import blueprint
 from shardwise.planner.plan import plan
 from shardwise.predict.estimate import estimate
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import ENGINES, Pricing, ServedModel, StepShape, engine
+from shardwise.predict.time.held import held_elements
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import LINKS, training_step
@@ -68,6 +70,8 @@ def draws(count: int, key: str) -> Iterator[tuple[str, str, Layout, Workload]]:
         text += pick(("", ",sp")) * (degrees["tp"] > 1) + f",grads={pick(('bf16', 'fp32'))}"
         if zero and data > 2 and pick((True, False)):
             text += f",shard={data // 2}"
+        elif zero == 3 and data > 2:
+            text += pick(("", ",hpz=2", ",qwz", ",qgz"))
         if degrees["pp"] > 1:
             text += pick(("", ",schedule=interleaved,virtual=2", ",schedule=interleaved,virtual=4", ",schedule=zb-h1"))
         if get(model).experts and pick((True, False)):
@@ -192,15 +196,17 @@ def check_training(model: str, cluster_text: str, layout: Layout, workload: Work
         assert timing["links"][name] >= floor * 0.98, (
             f"{name}: priced {timing['links'][name]} s, at full rate {floor}: {model} {layout} {cluster} {workload}"
         )
-    check_ledger(report, model, mesh, cluster, layout, f"{model} {layout} {cluster} {workload}")
+    check_ledger(report, config, mesh, cluster, layout, f"{model} {layout} {cluster} {workload}")
     check(timing, config, layout, workload, cluster, 2.0)
     assert timing["parts"]["gradients"] >= gradient_floor(config, layout, workload, cluster) * 0.98, (model, layout)
 
 
-def check_ledger(report: StepReport, model: str, mesh: Mesh, cluster: Cluster, layout: Layout, case: str) -> None:
+def check_ledger(
+    report: StepReport, model: ModelConfig, mesh: Mesh, cluster: Cluster, layout: Layout, case: str
+) -> None:
     """What a step sends is priced as if its ledger were, row by row: neither less nor twice. A pipeline's messages are
     left out, of which the price has those of its fill, too."""
-    collectives, uneven = Pricing(cluster, layout=layout).collectives, get(model).layers % (layout.pp * layout.virtual)
+    collectives, uneven = Pricing(cluster, layout=layout).collectives, model.layers % (layout.pp * layout.virtual)
 
     def seconds(row: LedgerRow, rank: int) -> float:
         first, second, *_ = group = sorted(mesh.group(named(row.axes), rank))
@@ -308,6 +314,37 @@ def test_widths_are_those_of_the_plan(point):
     split = StepShape.of(point.layout, point.case.workload)
     assert float(split.gradient_width) == DTYPE_BYTES[plan_of.dtypes.gradients]
     assert float(split.wire_width) == DTYPE_BYTES[plan_of.dtypes.wire]
+
+
+FROZEN = [("llama-3-8b", base) for base in ("", "int8", "nf4")]
+PLAIN = [(name, None) for name in ("qwen3-8b", "gpt2", "qwen3-30b-a3b")]
+HELD = [(*case, tp) for case in PLAIN + FROZEN for tp in (1, 2, 4, 16) if get(case[0]).heads % tp == 0]
+
+
+@pytest.mark.parametrize(("name", "base", "tp"), HELD)
+def test_parameters_are_those_of_the_plan(name, base, tp):
+    model = get(name) if base is None else get(name).replace(lora=Lora(8, base=base))
+    for sp in {False, tp > 1}:
+        plan_of = unit_plan(model, Layout(tp=tp, sp=sp), Workload(seq=64, batch=1), backend="nccl")
+        units = [unit for unit in plan_of.units if unit.name.startswith("blocks.")]
+        held, whole = (held_elements(model, tp, trained, sp) for trained in (True, False))
+        dense = [unit for unit in units if ".experts" not in unit.name]
+        assert held.dense == sum(unit.numel for unit in dense if not unit.frozen) and held.narrow == 0
+        assert whole.dense == sum(unit.numel for unit in dense if not unit.dtype)
+        assert whole.narrow == sum(unit.numel for unit in dense if unit.dtype)
+        sums = Counter({TP: 0, KV: 0})
+        for unit in units:
+            for start, stop, axes in unit.partial_sums:
+                sums[axes] += stop - start
+        assert (held.partial, held.repeated) == (sums[TP], sums[KV])
+
+
+@pytest.mark.parametrize(("name", "base"), FROZEN)
+@pytest.mark.parametrize("text", ["dp=8,zero=3,micro=2", "dp=2,pp=4,zero=3", "dp=4,tp=2,zero=2,sp"])
+def test_frozen_weights_are_sent_as_they_are_stored(name, base, text):
+    model, layout, cluster = get(name).replace(lora=Lora(16, base=base)), Layout.parse(text), Cluster.parse("8xH100")
+    report = estimate(model, layout, Workload(seq=512, batch=64), cluster)
+    check_ledger(report, model, Mesh.of(layout, model), cluster, layout, text)
 
 
 def test_gradients_of_several_micro_batches_go_over_the_wire_in_fp32():

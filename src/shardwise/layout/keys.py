@@ -466,7 +466,7 @@ class Keys:
         words={
             "selective": "recomputes attention's core in backward",
             "full": "recomputes every block in backward",
-            "input": "recomputes all blocks from the first one's input in backward",
+            "input": "recomputes from the first block's input, for each block in backward anew",
         },
     )
     attention: str = key("sdpa", "fused or explicit attention", "priced untraced", choices=("sdpa", "math"))

@@ -26,7 +26,7 @@ from shardwise.predict.time.gradients import product_bytes
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import StepShape
+from shardwise.predict.time.split import CUTS_OF_STAGES, StepShape
 from shardwise.predict.time.traced import KINDS as TRACED_KINDS
 from shardwise.predict.time.traced import TracedTimes
 from shardwise.records import dataclass
@@ -86,7 +86,7 @@ def pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Prici
     # Of wide types alone, products add to gradients of earlier micro-batches.
     names = (*BLOCK_DEPENDS_ON, "micro_batches", "zero") if split.width > 2 else BLOCK_DEPENDS_ON
     if np.any(np.asarray(split.recompute) == "input"):
-        names = (*names, "pp", "virtual")
+        names = (*names, *CUTS_OF_STAGES)
     arrays = np.broadcast_arrays(*(getattr(split, name) for name in names))
     if arrays[0].size < 64:
         return _pieces(model, split, engine, pricing)
@@ -199,7 +199,7 @@ def recomputed(model: Model, split: StepShape) -> tuple[Num, Num]:
     recompute = np.asarray(split.recompute)
     whole, core = 1.0 * (recompute == "full"), 1.0 * (recompute == "selective")
     if np.any(recompute == "input"):
-        for_all = (split.layers_held(model.layers)[0] / split.virtual + 1) / 2
+        for_all = (split.stage_blocks(model.layers) + 1) / 2
         whole = np.where(recompute == "input", for_all, whole)
     return whole, core
 
@@ -368,16 +368,14 @@ def _exchanged(
 
 
 def _counted(experts: Experts, split: StepShape, engine: EngineProfile, pricing: Pricing, again: Num) -> Num:
-    """Seconds of what ranks tell each other of a block's routing: the rows that come, before each exchange of rows, and
-    every expert's load, of which losses of balance are made."""
-    price, nbytes = pricing.collectives.seconds, 8.0 * experts.count
-    told = (1 + again) * price("all_to_all", nbytes, split.ep) if engine.exchange == "rows" else 0.0
+    """Seconds of what ranks send each other of a block's routing: numbers of rows before each exchange, and every
+    expert's load, of which losses of balance are made."""
+    price, nbytes, everywhere = pricing.collectives.seconds, 8.0 * experts.count, experts.balance == "global"
+    rows = (1 + again) * price("all_to_all", nbytes, split.ep) if engine.exchange == "rows" else 0.0
     if not (experts.balance_loss or experts.z_loss):
-        return told
-    inside, apart = split.tp // split.expert_tp, split.expert_tp
-    if experts.balance == "global":
-        return told + price("all_reduce", nbytes, split.dp * split.cp * inside, apart)
-    return told + price("all_reduce", nbytes * split.micro, split.cp * inside, apart)
+        return rows
+    loads = nbytes * (1 if everywhere else split.micro)
+    return rows + price("all_reduce", loads, split.routing_ranks(everywhere), split.expert_tp)
 
 
 def _host_of_experts(part: Part, shape: Shape, engine: EngineProfile, pricing: Pricing, whole: Num) -> Num:

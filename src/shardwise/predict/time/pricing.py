@@ -23,10 +23,13 @@ class Pricing:
         self.kernels = Kernels(self.constants)
         self.collectives = Collectives(cluster, self.constants, layout)
         self.host = host_share(cluster)
+        self.packs = True
+        """Whether passes over memory that pack numbers for a collective, and unpack them, are counted."""
 
     def unhidden(self) -> Pricing:
-        """The same without what computation hides of collectives."""
+        """The same for collectives alone, of which computation hides nothing."""
         one = copy(self)
+        one.packs = False
         one.constants = self.constants.with_values(tensor_hidden=0.0, tensor_piped=0.0)
         return one
 

@@ -14,6 +14,9 @@ from shardwise.layout.keys import APART, KEYS
 from shardwise.layout.optimizers import DEFAULT, widens_gradients
 from shardwise.records import dataclass
 
+CUTS_OF_STAGES = ("pp", "virtual")
+"""Keys of a split that the number of blocks of a stage depends on."""
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -104,6 +107,15 @@ class StepShape:
     def expert_tp(self) -> Num:
         """Ranks that share the width of one expert, as a layout has it by default (`Layout.expert_tp`)."""
         return np.where(np.asarray(self.ep) == 1, self.tp, 1)
+
+    def stage_blocks(self, layers: int) -> Num:
+        """Blocks of a stage of the rank that has the most."""
+        return self.layers_held(layers)[0] / self.virtual
+
+    def routing_ranks(self, everywhere: bool) -> Num:
+        """Ranks that route different tokens of the same sequences, or different tokens at all (`layout/experts.py`)."""
+        ranks = self.cp * self.tp // self.expert_tp
+        return ranks * self.dp if everywhere else ranks
 
     @property
     def expert_apart(self) -> Num:

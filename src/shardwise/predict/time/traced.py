@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.arrays import Num
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Mesh
 from shardwise.layout.axes import CP, EP, TP, Axes, named
 from shardwise.layout.homes import TO_HOST
 from shardwise.layout.layout import cut_layout
-from shardwise.layout.placement import place
 from shardwise.model.blueprint import Blueprint
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pricing import Pricing
@@ -130,35 +129,6 @@ class TracedTimes:
         if row.op == "send":
             return float(self.pricing.collectives.hop(nbytes, apart, ranks))
         return float(self.pricing.collectives.seconds(row.op, nbytes, ranks, apart))
-
-
-class HeldElements(NamedTuple):
-    """Parameters on one tensor-parallel rank, as if no other axis cut them."""
-
-    dense: Num
-    """Of all blocks, but for experts."""
-    experts: Num
-    root: Num
-    end: Num
-    """Under a pipeline, of the larger one of entry and exit."""
-    shared: Num
-    """Of a table that both of these have."""
-
-
-def held_elements(model: Blueprint, tp: Num) -> HeldElements:
-    """Parameters on each of `tp` ranks."""
-    counts = {int(degree): _held(model, int(degree)) for degree in np.unique(np.asarray(tp))}
-    return HeldElements(*(np.vectorize(lambda degree, i=i: float(counts[int(degree)][i]))(tp) for i in range(5)))
-
-
-def _held(model: Blueprint, tp: int) -> tuple[int, ...]:
-    layout, held, shared = Layout(tp=tp), Counter[str](), 0
-    for parameter in model.piped.parameters():
-        numel = place(parameter, layout, 0).numel
-        held["experts" if parameter.cut == "expert" else model.piped.kind(parameter.part)] += numel
-        shared += numel * (parameter.name in model.piped.shared)
-    root = held["root"] + held["entry"] + held["exit"]
-    return held["block"], held["experts"], root, max(held["entry"], held["exit"] + shared), shared
 
 
 def handed_elements(model: Blueprint, micro: Num) -> Num:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from shardwise.arrays import Num
-from shardwise.layout import Layout
-from shardwise.layout.axes import KV, TP, Axes
-from shardwise.layout.placement import place
 from shardwise.layout.unit import GRADIENT_BITS, WEIGHT_BITS
 from shardwise.layout.wire import BLOCK, SCALE
-from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.parameters import Model, blueprint, count_parts, count_trained
+from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.time.block import padded_vocab
 from shardwise.predict.time.gradients import accumulator_width, reduced_width
+from shardwise.predict.time.held import held_elements
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import StepShape
-from shardwise.predict.time.traced import handed_elements, held_elements
+from shardwise.predict.time.traced import handed_elements
 from shardwise.records import dataclass
 
 
@@ -70,8 +64,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     price, data, zero = pricing.collectives.seconds, split.dp * split.cp, np.asarray(split.zero)
     dense, routed = held_parameters(model, split, engine)
     grad_bytes, split_up = reduced_width(split, engine), np.where(zero == 3, split.shard, 1)
-    trained = _held_by_blocks(model, split) / model.layers
-    unit = trained if isinstance(model, Blueprint) else _block_parameters(model) / model.layers / split.tp
+    unit, trained = (_held_by_blocks(model, split, which) / model.layers for which in (False, True))
     unit_routed = block_parameters(model, split)[1] / model.layers
     owners = np.where(zero == 0, data, split.shard)
     reduce, gather, replicas, unit_gather, unit_reduce = _state_traffic(
@@ -104,7 +97,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         unit_reduce,
         unit_again,
         table_gather,
-        _reduced(table * trains_tables(model), grad_bytes, split_up, split.tp, split, pricing),
+        _reduced(trained_table(model, split, engine), grad_bytes, split_up, split.tp, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
         _partial(model, split, engine, pricing),
@@ -190,14 +183,19 @@ def _summed(elements: Num, grad_bytes: Num, ranks: Num, apart: Num, split: StepS
 def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
     """Passes over memory before and after a collective, which need a core where the collective itself needs none.
     of: packing or unpacking, whose share of the bandwidth a measured device has."""
+    if not pricing.packs:
+        return 0.0
     waiting = np.where(leaves_node(split, pricing), core_wait(split, pricing), 0.0)
     return pricing.kernels.pass_over(nbytes, of, "float32") * (1.0 + waiting)
 
 
 def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
-    if not model.tied or not trains_tables(model):
+    if not model.tied:
         return 0.0
-    table = held_elements(model, split.tp).shared if isinstance(model, Blueprint) else _table(model, split, engine)
+    traced = isinstance(model, Blueprint)
+    table = held_elements(model, split.tp).shared if traced else trained_table(model, split, engine)
+    if not np.any(table):
+        return 0.0
     piped, stride = np.asarray(split.pp) > 1, split.tp * split.dp * split.cp
     nbytes = table * accumulator_width(split, engine)
     if engine.tied_apart:
@@ -208,27 +206,16 @@ def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricin
 
 
 def _partial(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
-    if isinstance(model, Blueprint) or np.all(np.asarray(split.tp) == 1):
+    if np.all(np.asarray(split.tp) == 1):
         return 0.0
-    together = 1 if engine.by_unit else split.layers_held(model.layers)[0]
-    width, seconds = together * reduced_width(split, engine), 0.0 * np.asarray(split.tp)
-    for tp, sp in product(np.unique(split.tp).tolist(), (False, True)):
-        here = (np.asarray(split.tp) == tp) & (np.asarray(split.sp) == sp)
-        for elements, ranks in _partial_of(model, int(tp), sp) if here.any() else ():
-            sums = pricing.collectives.seconds("all_reduce", elements * width, ranks) / together
-            seconds = seconds + np.where(here, sums, 0.0)
+    blocks = 1 if engine.by_unit else split.layers_held(model.layers)[0]
+    width, seconds = blocks * reduced_width(split, engine) / model.layers, 0.0 * np.asarray(split.tp)
+    for sp in (False, True):
+        held = held_elements(model, split.tp, sp=sp)
+        for elements, ranks in ((held.partial, split.tp), (held.repeated, held.holders)):
+            sums = pricing.collectives.seconds("all_reduce", elements * width, ranks) / blocks
+            seconds = seconds + np.where((np.asarray(split.sp) == sp) & (elements > 0), sums, 0.0)
     return seconds
-
-
-@lru_cache(maxsize=256)
-def _partial_of(model: ModelConfig, tp: int, sp: bool) -> list[tuple[float, int]]:
-    """(elements of a block whose gradients are such sums, over how many ranks)."""
-    layout, sums = Layout(tp=tp, sp=sp and tp > 1), Counter[Axes]()
-    for part in blueprint(model).of_kind("block"):
-        for placed in (place(p, layout, 0) for p in part.parameters if not p.frozen):
-            sums[placed.sum_over] += part.count * placed.numel
-    ranks = {TP: tp, KV: max(1, tp // model.kv_heads)}
-    return [(sums[axes] / model.layers, n) for axes, n in ranks.items() if sums[axes]]
 
 
 def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
@@ -257,26 +244,27 @@ def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tu
 
 def block_parameters(model: Model, split: StepShape) -> tuple[Num, Num]:
     """Trained parameters of all blocks on one of the ranks that cut them: (all but the experts', the experts')."""
-    if isinstance(model, Blueprint):  # whose experts stay with their block unless ep spreads them
-        spread: Num = np.where(split.spreads_experts, held_elements(model, 1).experts, 0.0)
-    else:
-        spread = _parameters(model)[1]
+    # A module's experts stay with their block unless ep spreads them.
+    apart = split.spreads_experts if isinstance(model, Blueprint) else True
+    spread = np.where(apart, held_elements(model, 1).experts, 0.0)
     return _held_by_blocks(model, split), spread / split.expert_apart
 
 
-def _held_by_blocks(model: Model, split: StepShape) -> Num:
-    """Parameters of all blocks on each of `tp` ranks, without experts that are spread apart."""
-    if not isinstance(model, Blueprint):
-        return _parameters(model)[0] / split.tp
-    held = held_elements(model, split.tp)
-    return held.dense + np.where(split.spreads_experts, 0.0, held.experts)
+def _held_by_blocks(model: Model, split: StepShape, trained: bool = True) -> Num:
+    """Parameters of all blocks on each of `tp` ranks, without experts that are spread apart; narrow ones as so many of
+    the layout's precision."""
+    held = held_elements(model, split.tp, trained)
+    stay = ~np.asarray(split.spreads_experts) if isinstance(model, Blueprint) else False
+    return held.dense + held.narrow / split.width + np.where(stay, held.experts, 0.0)
 
 
-def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
+def _table(model: Model, split: StepShape, engine: EngineProfile, trained: bool = False) -> Num:
     """Parameters of one of the vocabulary's tables on a rank; of a traced module, of its root, or of an end of it."""
     if isinstance(model, Blueprint):
-        held = held_elements(model, split.tp)
+        held = held_elements(model, split.tp, trained)
         return np.where(np.asarray(split.pp) == 1, held.root, held.end)
+    if trained and blueprint(model).table.frozen:
+        return 0.0 * np.asarray(split.tp)
     return padded_vocab(model, engine, split.tp) * model.hidden / split.tp
 
 
@@ -287,31 +275,7 @@ def table_parameters(model: Model, split: StepShape, engine: EngineProfile) -> N
 
 def trained_table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Trained parameters of one of the vocabulary's tables on a rank."""
-    return _table(model, split, engine) * trains_tables(model)
-
-
-@lru_cache
-def _parameters(model: Model) -> tuple[float, float]:
-    """Trained parameters of all blocks: (all but the experts', the experts' without shared ones)."""
-    blocks = count_trained(model)[1]
-    if not model.experts:
-        return float(blocks), 0.0
-    assert isinstance(model, ModelConfig)
-    layers = max(0, model.layers - model.experts.dense_layers)
-    routed = layers * model.experts.count * (3 if model.gated else 2) * model.hidden * model.experts.ffn
-    return float(blocks - routed), float(routed)
-
-
-def _block_parameters(model: ModelConfig) -> float:
-    """Parameters of all blocks but the experts', frozen ones included."""
-    return float(count_parts(model)[1]) - _parameters(model)[1]
-
-
-def trains_tables(model: Model) -> bool:
-    """Whether the vocabulary's tables are trained; of a traced module, anything in its root."""
-    if isinstance(model, Blueprint):
-        return any(not p.frozen for part in model.of_kind("root") for p in part.parameters)
-    return not blueprint(model).table.frozen
+    return _table(model, split, engine, trained=True)
 
 
 def core_wait(split: StepShape, pricing: Pricing) -> Num:
