@@ -95,8 +95,7 @@ class StepShape:
         if self.stages:
             *others, last = (sum(self.stages[rank :: int(self.pp)]) for rank in range(int(self.pp)))
             return max(others), last
-        each, extra = divmod(layers, np.asarray(self.pp) * self.virtual)
-        return each * self.virtual + np.ceil(extra / self.pp), each * self.virtual + extra // self.pp
+        return np.ceil(layers / np.asarray(self.pp)), layers // np.asarray(self.pp)
 
     @property
     def spreads_experts(self) -> Num:
