@@ -149,8 +149,8 @@ def _die(pipe: Connection, asked: object) -> None:
 
 
 def test_ranks_that_are_groups_of_two_axes_sum_for_both_at_a_time() -> None:
-    """Experts' replicas are the tensor-parallel ranks in this order of axes: their sums have one room between them."""
+    """Experts' replicas are the tensor-parallel ranks in this order of axes: their sums have a room each."""
     layout = Layout.parse("dp=2,tp=2,ep=2,zero=1,sp,attention=math,order=pp-tp-cp-dp")
     plan = unit_plan(get("tiny-mixtral"), layout, Workload(64, 2), backend="gloo")
-    observed = dryrun._observe(plan, 0, FakeTensorMode()).bytes
-    assert observed.total == pytest.approx(predict_bytes(plan).total, rel=0.01)
+    ((observed,), predicted) = [role.bytes for role in dryrun._observe_all([(plan, 0)])], predict_bytes(plan)
+    assert observed.comm == predicted.comm and observed.total == pytest.approx(predicted.total, rel=0.01)

@@ -211,16 +211,19 @@ class Comms:
                 continue
             if ranks not in groups:
                 groups[ranks] = self._group(ranks)
-            if connect is None and not shared:
+            if self.backend == "shared" or shared:
+                if ranks not in by_ranks:
+                    by_ranks[ranks] = (
+                        connect(groups[ranks], ranks) if connect else SharedTransport(groups[ranks], timeout)
+                    )
+                transport: Transport = by_ranks[ranks]
+            elif connect:
+                transport = connect(groups[ranks], ranks)
+            else:
                 # One for each name: what the engine reserves for its reductions is in use while activations are summed.
                 # Along the pipeline ranks send both ways at a time.
                 down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
-                transport: Transport = ProcessGroupTransport(groups[ranks], ranks, dist.get_backend(), down)
-            else:
-                if ranks not in by_ranks:
-                    group = groups[ranks]
-                    by_ranks[ranks] = connect(group, ranks) if connect else SharedTransport(group, timeout)
-                transport = by_ranks[ranks]
+                transport = ProcessGroupTransport(groups[ranks], ranks, dist.get_backend(), down)
             self._transports[name] = staged(transport, len(ranks), self.staging) if staged else transport
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:

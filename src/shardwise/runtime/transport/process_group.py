@@ -97,8 +97,6 @@ class ProcessGroupTransport(Transport):
         scratch = self._scratch
         if scratch is not None and (full.dtype != scratch.tensor.dtype or full.numel() > scratch.tensor.numel()):
             scratch = None  # not what it was reserved for
-        if scratch is not None and scratch.held:
-            scratch = None  # ranks that are a group of two axes have a sum of the other one on its way
         received = torch.empty_like(full) if scratch is None else scratch.take(full.numel())
         work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
         return _Sum(work, list(received.view_as(pieces)), into, scratch)
