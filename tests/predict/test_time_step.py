@@ -32,7 +32,7 @@ from shardwise.predict.time import (
 )
 from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.network import _worth_asking
-from shardwise.predict.time.pieces import Pieces
+from shardwise.predict.time.pieces import Pieces, pieces, total
 from shardwise.predict.time.step import bubble_share, link_seconds
 from shardwise.schedule.choose import pricer
 from shardwise.schedule.pipeline import build, find
@@ -500,3 +500,20 @@ def test_only_what_is_used_is_parsed():
     fresh = profiles._Profiles()
     assert fresh["shardwise"] == ENGINES["shardwise"]
     assert len(fresh._parsed) < len(fresh) // 4
+
+
+@pytest.mark.parametrize("stages", [(), (8, 8, 8, 8), (9, 9, 9, 5), (29, 1, 1, 1), (0, 16, 16, 0), (5, *(4,) * 6, 3)])
+def test_chosen_stages_take_what_their_schedule_takes(stages: tuple[int, ...]) -> None:
+    pricing, software = Pricing(Cluster.parse("4xH100")), replace(engine("megatron-core"), graphs=True)
+    virtual = max(1, len(stages) // 4)
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    split = StepShape(2048, micro_batches=8, pp=4, virtual=virtual, schedule=schedule, stages=stages)
+    found, layers = pieces(LLAMA, split, software, pricing), stages or (8,) * 4
+    one, loss, first = (float(total(part, "host")) for part in (found.block, found.last, found.first))
+    forward = [count * float(found.forward) for count in layers]
+    backward = [count * (one - float(found.forward)) for count in layers]
+    backward[0], backward[-1] = backward[0] + first, backward[-1] + loss
+    times = Times(tuple(forward), tuple(backward), (0,) * len(layers))
+    parts = training_step(LLAMA, split, software, pricing).parts
+    taken = sum(float(seconds) for name, seconds in parts.items() if name not in ("optimizer", "pipeline", "data"))
+    assert taken == pytest.approx(simulate(build(schedule, 4, 8, virtual), times).makespan, rel=0.05)
