@@ -38,8 +38,9 @@ from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import ENGINES, Pricing, ServedModel, StepShape, engine
 from shardwise.predict.time.held import held_elements
 from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.pieces import pieces
 from shardwise.predict.time.serving import ServingLayout
-from shardwise.predict.time.step import LINKS, training_step
+from shardwise.predict.time.step import LINKS, PricedStep, training_step
 from shardwise.predict.time.traffic import traffic
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role, StepReport
 from shardwise.schedule.pipeline.completion import gathers_of_a_stage
@@ -382,6 +383,19 @@ def test_a_product_that_adds_takes_as_long_as_its_accumulator_is_moved():
     assert adding >= 8 * 28672 * 8192 / pricing.constants.bandwidth > plain
     deep = [float(kernels.matmul(28672, 8192, 65536, "bfloat16", 1.0, "weight", out)) for out in (0.0, 8.0)]
     assert deep[0] == pytest.approx(deep[1]), "where the product itself takes longer, nothing changes"
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b"])
+def test_blocks_are_gathered_as_often_as_slots_lack_them(name, layers, count):
+    model, pricing = get(name).replace(layers=layers), Pricing(Cluster.parse("2xH100"))
+    layout, workload = Layout.parse("dp=2,zero=3"), Workload(seq=64, batch=2 * count)
+    counts = gather_counts(unit_plan(model, layout, workload, backend="nccl"))
+    known = model, StepShape.of(layout, workload), engine("shardwise"), pricing
+    step = PricedStep(*known, pieces(*known), traffic(*known), 1.0)
+    blocks = sum(times for (_, gather), times in counts.items() if gather.unit.startswith("blocks."))
+    assert float(step._gathers()) * layers * count == pytest.approx(blocks)
 
 
 @pytest.mark.parametrize("virtual", [1, 2, 3, 4, 5, 6, 10])

@@ -179,13 +179,15 @@ class PricedStep:
         split, engine = self.split, self.engine
         alone = np.asarray(split.pp) == 1
         once = engine.gathers_by_stage & ~alone
-        last = engine.keeps_last & alone  # one block of all is still there for its backward pass
+        kept = 1.0 * (engine.keeps_last & alone)  # one block of all is still there for its backward pass
+        if engine.tied_apart:  # and what the first blocks read when the last micro-batch left them: one, or two slots
+            kept = kept + alone * (1 + self.model.tied) * (1 - 1 / np.asarray(split.micro_batches))
         times: Num = 1.0
         if engine.resident_stages:
             rounds = split.micro_batches / np.asarray(split.pp)
             times = gathers_of_a_stage(np.asarray(split.virtual), rounds, engine.resident_stages)
         again = np.maximum(recomputed(self.model, split)[0], 1.0)
-        return np.where(once, times / np.asarray(split.micro_batches), 1.0 + again - last / self.model.layers)
+        return np.where(once, times / np.asarray(split.micro_batches), 1.0 + again - kept / self.model.layers)
 
     def _table(self) -> Num:
         """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered
