@@ -36,12 +36,11 @@ from shardwise.planner.plan import plan
 from shardwise.predict.estimate import estimate
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import ENGINES, Pricing, ServedModel, StepShape, engine
-from shardwise.predict.time.held import held_elements
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pieces import pieces
 from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import LINKS, PricedStep, training_step
-from shardwise.predict.time.traffic import traffic
+from shardwise.predict.time.traffic import held_elements, traffic
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role, StepReport
 from shardwise.schedule.pipeline.completion import gathers_of_a_stage
 

@@ -103,8 +103,8 @@ class EngineProfile:
     scatter_hops: bool = False
     """A stage's output travels in tp pieces."""
     tied_apart: bool = False
-    """Gathered blocks take two slots in turn, where a micro-batch finds those of the one before. A tied table has its
-    own, and both ends of a pipeline send each other their shards of its gradients."""
+    """Gathered blocks alternate between two slots, where a micro-batch finds those of the one before. A tied table has
+    its own, and both ends of a pipeline send each other their shards of its gradients."""
     by_unit: bool = False
     """Below stage 3 gradients are reduced and parameters gathered block by block, not in larger buckets."""
     grad_bytes: float | Literal["plan"] = 2.0

@@ -149,6 +149,10 @@ class PendingCollective:
         return self._work is None or self._work.is_completed()
 
 
+Connect = Callable[[dist.ProcessGroup, tuple[int, ...]], Transport]
+"""(a group, its ranks) -> the transport over it."""
+
+
 class Comms:
     """The transports of one rank's groups in the mesh, and the ledger of what passed through them.
 
@@ -175,7 +179,7 @@ class Comms:
         staged: type[StagedTransport] | None = None,
         pulse: Pulse | None = None,
         backend: Backend | None = None,
-        connect: Callable[[dist.ProcessGroup, tuple[int, ...]], Transport] | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self.mesh, self.rank, self.overlap = mesh, rank, overlap
         self.pulse = pulse or Pulse()
@@ -200,7 +204,7 @@ class Comms:
         self.workspace, self.staging = Workspace(), StagingMemory()
         self._timeout, self._transports = timeout, dict[Axes, Transport]()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        by_ranks: dict[tuple[int, ...], Transport] = {}
+        by_ranks: dict[tuple[Any, ...], Transport] = {}
         if shared:
             # All ranks of the job meet first: either memory can be shared in every group, or it is in none.
             assert dist.group.WORLD is not None
@@ -211,20 +215,24 @@ class Comms:
                 continue
             if ranks not in groups:
                 groups[ranks] = self._group(ranks)
-            if self.backend == "shared" or shared:
-                if ranks not in by_ranks:
-                    by_ranks[ranks] = (
-                        connect(groups[ranks], ranks) if connect else SharedTransport(groups[ranks], timeout)
-                    )
-                transport: Transport = by_ranks[ranks]
-            elif connect:
-                transport = connect(groups[ranks], ranks)
-            else:
-                # One for each name: what the engine reserves for its reductions is in use while activations are summed.
-                # Along the pipeline ranks send both ways at a time.
-                down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
-                transport = ProcessGroupTransport(groups[ranks], ranks, dist.get_backend(), down)
+            # Ranks that read each other's memory have one for all names.
+            key = ranks if self.backend == "shared" or shared else (*ranks, name)
+            if key not in by_ranks:
+                by_ranks[key] = self._connected(groups[ranks], ranks, name, connect, shared)
+            transport = by_ranks[key]
             self._transports[name] = staged(transport, len(ranks), self.staging) if staged else transport
+
+    def _connected(
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], name: Axes, connect: Connect | None, shared: bool
+    ) -> Transport:
+        if connect:
+            return connect(group, ranks)
+        if shared:
+            return SharedTransport(group, self._timeout)
+        # What the engine reserves for its reductions is in use while activations are summed: one for each name. Along
+        # the pipeline ranks send both ways at a time.
+        down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
+        return ProcessGroupTransport(group, ranks, dist.get_backend(), down)
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
