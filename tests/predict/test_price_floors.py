@@ -208,7 +208,7 @@ def check_ledger(
     report: StepReport, model: ModelConfig, mesh: Mesh, cluster: Cluster, layout: Layout, case: str
 ) -> None:
     """What a step sends is priced as if its ledger were, row by row: neither less nor twice. A pipeline's messages are
-    left out, of which the price has those of its fill, too."""
+    left out: their price includes the fill."""
     collectives, uneven = Pricing(cluster, layout=layout).collectives, model.layers % (layout.pp * layout.virtual)
 
     def seconds(row: LedgerRow, rank: int) -> float:

@@ -71,11 +71,9 @@ def count(config: Model) -> int:
     return count_parts(config)[0]
 
 
-def count_trained(config: Model) -> tuple[int, int]:
-    """Number of parameters that are trained: (all, those of blocks)."""
-    counts = [(part.kind, part.count * sum(p.numel for p in part.parameters if not p.frozen))
-              for part in blueprint(config).parts]  # fmt: skip
-    return sum(n for _, n in counts), sum(n for kind, n in counts if kind == "block")
+def count_trained(config: Model) -> int:
+    """Number of parameters that are trained."""
+    return sum(part.count * p.numel for part in blueprint(config).parts for p in part.parameters if not p.frozen)
 
 
 def count_parts(config: Model) -> tuple[int, int, int]:

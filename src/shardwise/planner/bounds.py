@@ -192,7 +192,7 @@ def state_floor(space: Space) -> float:
     model, homes = space.model, space.homes
     if homes != ON_DEVICE or not isinstance(model, ModelConfig) or space.engine.name not in OWN:
         return 0.0
-    trained = count_trained(model)[0]
+    trained = count_trained(model)
     base = model.lora.base if model.lora else ""
     frozen = (count(model) - trained) * (BASES[base].each if base else WEIGHT)
     return (trained * (state_bytes("bf16", space.workload.optimizer) + WEIGHT) + frozen) / space.cluster.devices

@@ -53,7 +53,7 @@ def host_bound(model: Model, frame: LayoutColumns, cluster: Cluster, optimizer: 
     parameters = WEIGHT * (homes.offload_params == "cpu")
     # Of experts, other ranks hold copies.
     copies = 1 if model.experts else frame.data / ranks
-    held = (state + gradient) * count_trained(model)[0] + parameters * count(model)
+    held = (state + gradient) * count_trained(model) + parameters * count(model)
     return held * copies / cluster.nodes
 
 

@@ -368,8 +368,8 @@ def _exchanged(
 
 
 def _counted(experts: Experts, split: StepShape, engine: EngineProfile, pricing: Pricing, again: Num) -> Num:
-    """Seconds of what ranks send each other of a block's routing: numbers of rows before each exchange, and every
-    expert's load, of which losses of balance are made."""
+    """Seconds of what ranks send each other about a block's routing: numbers of rows before each exchange, and every
+    expert's load for the balance losses."""
     price, nbytes, everywhere = pricing.collectives.seconds, 8.0 * experts.count, experts.balance == "global"
     rows = (1 + again) * price("all_to_all", nbytes, split.ep) if engine.exchange == "rows" else 0.0
     if not (experts.balance_loss or experts.z_loss):

@@ -27,7 +27,7 @@ class Pricing:
         """Whether passes over memory that pack numbers for a collective, and unpack them, are counted."""
 
     def unhidden(self) -> Pricing:
-        """The same for collectives alone, of which computation hides nothing."""
+        """The same for collectives alone, none of them hidden by computation."""
         one = copy(self)
         one.packs = False
         one.constants = self.constants.with_values(tensor_hidden=0.0, tensor_piped=0.0)

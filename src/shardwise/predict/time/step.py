@@ -32,9 +32,9 @@ from shardwise.predict.time.traffic import (
     core_wait,
     held_parameters,
     leaves_node,
+    table_held,
     table_parameters,
     traffic,
-    trained_table,
 )
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
@@ -235,7 +235,10 @@ class PricedStep:
         model, split, layers = self.model, self.split, self.model.layers
         blocks, routed = block_parameters(model, split)
         shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
-        of_shard, table = blocks / shards + routed / split.expert_shard, trained_table(model, split, self.engine)
+        of_shard, table = (
+            blocks / shards + routed / split.expert_shard,
+            table_held(model, split, self.engine, trained=True),
+        )
         known = split, self.engine, self.pricing
         of_block = added_seconds((blocks + routed) / layers, of_shard / layers, *known)
         return of_block, added_seconds(table, table / shards, *known)

@@ -91,7 +91,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
         unit_again = unit_again + of_experts[3]
-    table = _table(model, split, engine)
+    table = table_held(model, split, engine)
     table_gather = _gathered(table, split_up, split.tp, split, pricing)
     return Traffic(
         reduce,
@@ -101,7 +101,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         unit_reduce,
         unit_again,
         table_gather,
-        _reduced(trained_table(model, split, engine), grad_bytes, split_up, split.tp, split, pricing),
+        _reduced(table_held(model, split, engine, trained=True), grad_bytes, split_up, split.tp, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
         _partial(model, split, engine, pricing),
@@ -197,7 +197,7 @@ def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricin
     if not model.tied:
         return 0.0
     traced = isinstance(model, Blueprint)
-    table = held_elements(model, split.tp).shared if traced else trained_table(model, split, engine)
+    table = held_elements(model, split.tp).shared if traced else table_held(model, split, engine, trained=True)
     if not np.any(table):
         return 0.0
     piped, stride = np.asarray(split.pp) > 1, split.tp * split.dp * split.cp
@@ -252,9 +252,9 @@ class HeldElements(NamedTuple):
     shared: Num
     """Of a table that both of these have."""
     partial: Num
-    """Of all blocks, those whose gradients are sums over the tensor-parallel ranks."""
+    """Of all blocks: their gradients are partial on each tensor-parallel rank, and summed over these."""
     repeated: Num
-    """The same over those of them that have one key/value head."""
+    """The same over the ranks that have the same key/value head."""
     holders: Num
     """How many these are."""
 
@@ -311,7 +311,7 @@ def _held_by_blocks(model: Model, split: StepShape, trained: bool = True) -> Num
     return held.dense + held.narrow / split.width + np.where(stay, held.experts, 0.0)
 
 
-def _table(model: Model, split: StepShape, engine: EngineProfile, trained: bool = False) -> Num:
+def table_held(model: Model, split: StepShape, engine: EngineProfile, trained: bool = False) -> Num:
     """Parameters of one of the vocabulary's tables on a rank; of a traced module, of its root, or of an end of it."""
     if isinstance(model, Blueprint):
         held = held_elements(model, split.tp, trained)
@@ -323,12 +323,9 @@ def _table(model: Model, split: StepShape, engine: EngineProfile, trained: bool 
 
 def table_parameters(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Trained parameters of the vocabulary's tables on the busiest rank."""
-    return trained_table(model, split, engine) * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
-
-
-def trained_table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
-    """Trained parameters of one of the vocabulary's tables on a rank."""
-    return _table(model, split, engine, trained=True)
+    return table_held(model, split, engine, trained=True) * np.where(
+        np.asarray(split.pp) == 1, 1 if model.tied else 2, 1
+    )
 
 
 def core_wait(split: StepShape, pricing: Pricing) -> Num:

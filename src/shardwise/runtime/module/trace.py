@@ -47,7 +47,7 @@ from shardwise.runtime.module.recorder import RawOp, RawStep
 from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
 from shardwise.runtime.module.stage_recorder import MICRO_BATCHES as STAGE_MICRO_BATCHES
 from shardwise.runtime.module.stage_recorder import RawStages
-from shardwise.runtime.module.traced_chain import CallCounts, joined_stages, same_calls, traced_chain
+from shardwise.runtime.module.traced_chain import CallCounts, call_counts, joined_stages, same_calls, traced_chain
 
 DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
@@ -354,12 +354,8 @@ def _collectives(plan: UnitPlan, one: RawStep, other: RawStep) -> Iterator[Trace
 
 
 def _other_calls(plan: UnitPlan, raw: RawStep) -> CallCounts:
-    counts: CallCounts = Counter()
-    for row in raw.calls:
-        if row.phase in ("forward", "backward"):
-            counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
     known = {(phase, op, plan.mesh.name(axes), *rest): n for (phase, op, axes, *rest), n in state_rows(plan).items()}
-    return +Counter({key: count - known.get(key, 0) for key, count in counts.items()})
+    return +Counter({key: count - known.get(key, 0) for key, count in call_counts(raw.calls).items()})
 
 
 def _with_received(step: TracedStep, plan: UnitPlan, crowded: Sequence[Sequence[RawStep]]) -> TracedStep:

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.errors import UserError
 from shardwise.model.trace import TracedCollective, TracedStep
 from shardwise.model.traced_stages import Pair, TracedMessage, TracedPeak, TracedStages, TracedTensors
+from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.module.chain import ENTRY, EXIT, Chain, find_chain
 from shardwise.runtime.module.describe import ROOT
 from shardwise.runtime.module.stage_recorder import MICRO_BATCHES, RawStages
@@ -51,7 +52,9 @@ def joined_stages(step: TracedStep, one: RawStages, other: RawStages) -> dict[st
     )
     ends = [
         TracedCollective(phase, op, ROOT, dtype, (elements, more), count // MICRO_BATCHES, end, group)
-        for (phase, op, group, end, dtype, elements), more, count in same_calls(_of_ends(one), _of_ends(other))
+        for (phase, op, group, end, dtype, elements), more, count in same_calls(
+            *(call_counts(raw.calls, (ENTRY, EXIT)) for raw in (one, other))
+        )
     ]
     return {"stages": stages, "collectives": (*(c for c in step.collectives if c.unit != ROOT), *ends)}
 
@@ -65,17 +68,17 @@ def _pairs(one: Mapping[K, int], other: Mapping[K, int]) -> list[tuple[K, Pair]]
     return [(key, (value, other[key])) for key, value in one.items()]
 
 
-def _of_ends(raw: RawStages) -> CallCounts:
-    """Collectives of the root's maps, by the end that has them."""
-    counts: CallCounts = Counter()
-    for row in raw.calls:
-        if row.phase in ("forward", "backward") and row.unit in (ENTRY, EXIT):
-            counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
-    return counts
-
-
 CallCounts = Counter[tuple[Any, ...]]
 """(phase, operation, group, unit, dtype, elements) -> calls, in the order of the first ones."""
+
+
+def call_counts(calls: Sequence[LedgerRow], units: Sequence[str] = ()) -> CallCounts:
+    """Calls of both passes. units: of these alone."""
+    counts: CallCounts = Counter()
+    for row in calls:
+        if row.phase in ("forward", "backward") and (not units or row.unit in units):
+            counts[row.phase, row.op, row.axes, row.unit, row.dtype, row.elements] += row.count
+    return counts
 
 
 def same_calls(one: CallCounts, other: CallCounts) -> Iterator[tuple[tuple[Any, ...], int, int]]:
