@@ -185,7 +185,7 @@ def test_no_price_is_below_its_floor(group):
         check_training(*case)
 
 
-def check_training(model: str, cluster_text: str, layout: Layout, workload: Workload) -> None:
+def check_training(model: str, cluster_text: str, layout: Layout, workload: Workload, within: float = 0.1) -> None:
     cluster, config = Cluster.parse(cluster_text), get(model)
     report = estimate(model, layout, workload, cluster)
     timing, mesh = report.timing, Mesh.of(layout, config)
@@ -199,13 +199,19 @@ def check_training(model: str, cluster_text: str, layout: Layout, workload: Work
         assert timing["links"][name] >= floor * 0.98, (
             f"{name}: priced {timing['links'][name]} s, at full rate {floor}: {model} {layout} {cluster} {workload}"
         )
-    check_ledger(report, config, mesh, cluster, layout, f"{model} {layout} {cluster} {workload}")
+    check_ledger(report, config, mesh, cluster, layout, f"{model} {layout} {cluster} {workload}", within)
     check(timing, config, layout, workload, cluster, 2.0)
     assert timing["parts"]["gradients"] >= gradient_floor(config, layout, workload, cluster) * 0.98, (model, layout)
 
 
 def check_ledger(
-    report: StepReport, model: ModelConfig, mesh: Mesh, cluster: Cluster, layout: Layout, case: str
+    report: StepReport,
+    model: ModelConfig,
+    mesh: Mesh,
+    cluster: Cluster,
+    layout: Layout,
+    case: str,
+    within: float = 0.1,
 ) -> None:
     """What a step sends is priced as if its ledger were, row by row: neither less nor twice. A pipeline's messages are
     left out: their price includes the fill."""
@@ -223,7 +229,12 @@ def check_ledger(
         rows, price = sorted(role[name] for role in roles), links[name]
         # Where the busiest rank has a block more than one with a table, it may be in between.
         pairs = [(rows[0], rows[-1])] if uneven else zip(rows, rows, strict=True)
-        assert any(0.9 * least - FEW <= price <= 1.1 * most + FEW for least, most in pairs), (name, price, rows, case)
+        assert any((1 - within) * least - FEW <= price <= (1 + within) * most + FEW for least, most in pairs), (
+            name,
+            price,
+            rows,
+            case,
+        )
 
 
 FEW = 2e-4
@@ -237,7 +248,7 @@ OMITTED = table(__file__, "OMITTED")
 @pytest.mark.parametrize("what", OMITTED)
 def test_what_prices_left_out_once(what):
     model, layout, cluster, seq, batch = OMITTED[what]
-    check_training(model, cluster, Layout.parse(layout), Workload(seq=seq, batch=batch))
+    check_training(model, cluster, Layout.parse(layout), Workload(seq=seq, batch=batch), 0.06)
 
 
 @pytest.mark.parametrize("group", range(min(GROUPS, DRAWS // 3)))
