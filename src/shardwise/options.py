@@ -5,9 +5,10 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
 from functools import cache
+from itertools import groupby
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,29 @@ def length_in(text: str) -> int | None:
     named. None for another text."""
     match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
     return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ") if match else None
+
+
+_FEW, _LONGEST = 8, 10_000
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Numbers, of many their runs: 1/62x2/1 is a 1, 62 times a 2, and a 1."""
+    if len(numbers) <= _FEW:
+        return "/".join(map(str, numbers))
+    runs = [(number, len(list(run))) for number, run in groupby(numbers)]
+    return "/".join(f"{count}x{number}" if count > 1 else str(number) for number, count in runs)
+
+
+def runs_in(text: str) -> tuple[int, ...]:
+    """The numbers of a text such as 21/20/20/19 or 1/62x2/1. Raises `ValueError` for another one."""
+    numbers: list[int] = []
+    for word in text.split("/"):
+        count, times, number = word.strip().rpartition("x")
+        repeats = int(count) if times else 1
+        if not 0 < repeats <= _LONGEST - len(numbers):
+            raise ValueError(f"{repeats} of {number} are none or too many")
+        numbers += [int(number)] * repeats
+    return tuple(numbers)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from shardwise.model.parameters import count, parameters
 from shardwise.planner.bounds import places
 from shardwise.planner.exact import rank_plan
 from shardwise.planner.rank_bound import BlockElements
+from shardwise.planner.space import EVEN, held_by, weighed
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 
@@ -22,7 +23,7 @@ SPARSE = ("mixtral-8x7b", "deepseek-v3")
 def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[Bytes]:
     """Of the ranks of a pipeline that can be the fullest."""
     layout, workload = Layout.parse(text), Workload(seq, batch)
-    ranks = places(model, layout.pp, layout.schedule)
+    ranks = places(model, held_by(weighed(model.layers, layout.pp, EVEN), layout.pp), layout.schedule)
     return [predict_bytes(rank_plan(model, layout, workload, place, "nccl")) for place in ranks]
 
 
@@ -55,9 +56,9 @@ def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
     pp = data.draw(st.integers(1, layers))
     virtual = virtual if layers % (pp * virtual) == 0 else 1
     model = get("tiny-llama").replace(layers=layers, experts=Experts(4, 2, 64, dense_layers=dense))
-    blocks = BlockElements(model, 1)
-    share = [layers // pp + (place < layers % pp) for place in range(pp)]
-    without = [blocks.dense_blocks(pp, virtual, place) for place in range(pp)]
+    blocks, stages = BlockElements(model, 1), weighed(layers, pp * virtual, EVEN)
+    share = held_by(stages, pp)
+    without = [blocks.dense_blocks(stages, pp, place) for place in range(pp)]
     assert sum(without) == min(dense, layers)
     assert all(0 <= few <= all_of_it for few, all_of_it in zip(without, share, strict=True))
 
@@ -79,8 +80,10 @@ def test_one_expert_for_every_token_is_a_dense_block_that_routes(text, recompute
 
 def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():
     model = get("deepseek-v3")
-    assert places(model, 32, "1f1b") == [0, 1, 2, 3, 31] and places(model, 2, "1f1b") == [0, 1]
-    assert places(get("mixtral-8x7b"), 8, "1f1b") == [0, 1, 7]
+    assert places(model, weighed(model.layers, 32, EVEN), "1f1b") == [0, 1, 2, 3, 31]
+    assert places(model, weighed(model.layers, 2, EVEN), "1f1b") == [0, 1]
+    assert places(get("mixtral-8x7b"), (4,) * 8, "1f1b") == [0, 1, 7]
+    assert places(get("mixtral-8x7b"), (3, 4, 4, 5, 5, 4), "1f1b") == [0, 1, 3, 5]
     ends = held(model, "dp=8,tp=4,pp=32,sp,ep=32,zero=1,recompute=full")
     parameters = [end.parameters for end in ends]
     assert parameters[3] == parameters[2] > 1.3 * parameters[1]

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cases import from_table
+from harness.frames import frame_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -13,7 +14,7 @@ from shardwise.model.catalog import get
 from shardwise.planner import Space, plan, price_one
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory
-from shardwise.planner.pricing import Prices, frame_of
+from shardwise.planner.pricing import Prices
 from shardwise.planner.space import Homes
 from shardwise.predict import estimate
 from shardwise.predict.fixing import fixed_of, text_of

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness.frames import frame_of
 from harness.strategies import any_layouts
 from harness.today import EVERYTHING, some_of
 from shardwise.cluster import Cluster, Link
@@ -19,9 +20,9 @@ from shardwise.model.config import Experts, LatentAttention
 from shardwise.planner import Space, plan, price_one, search
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory
-from shardwise.planner.pricing import frame_of
 from shardwise.planner.runnable import OWN
 from shardwise.planner.shortfall import usable_bytes
+from shardwise.planner.space import EVEN, weighed
 from shardwise.predict.time import ENGINES, Pricing, engine
 
 EXAMPLES = 10_000 if EVERYTHING else 80
@@ -131,7 +132,8 @@ def test_random_questions_get_figures_or_one_line(question, software, whole):
 @st.composite
 def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
     tp, pp, dp, cp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
-    layers, experts, ep = 4 * pp, None, 1
+    ends = draw(st.sampled_from([EVEN, EVEN, (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)])) if pp > 1 else EVEN
+    layers, experts, ep = 4 * pp - sum(ends), None, 1
     if draw(st.booleans()):
         dense = draw(st.sampled_from([0, 0, 1, 3]))
         experts = Experts(8, draw(st.integers(1, 8)), 1024, draw(st.integers(0, 1)), dense)
@@ -147,6 +149,8 @@ def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
         virtual=2 if schedule == "interleaved" else 1,
         micro=draw(st.sampled_from([1, 2])), recompute=draw(st.sampled_from(["none", "selective", "full"])),
     )  # fmt: skip
+    if ends != EVEN:
+        layout = replace(layout, stages=weighed(layers, layout.stage_count, ends))
     return model, layout, Workload(1024, dp * layout.micro * pp * draw(st.sampled_from([1, 2, 4])))
 
 

@@ -1,26 +1,29 @@
 """The space: every candidate is a legal layout, each there once, and none that the definition names is missing."""
 
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cases import from_table
+from harness.frames import frame_of
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
+from shardwise.model.flops import forward_flops_per_token
 from shardwise.planner import Space
-from shardwise.planner.pricing import frame_of
 from shardwise.planner.ranking import SWITCHES, distinct, words
-from shardwise.planner.space import LayoutColumns, divisors
+from shardwise.planner.space import LayoutColumns, divisors, held_by
 from shardwise.predict.fixing import SCHEDULES, fixed_of
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import engine
+from shardwise.schedule.pipeline.plan import StageLayers
 
-BRIDGE = engine("megatron-bridge")
+BRIDGE, OWN = engine("megatron-bridge"), engine("shardwise")
 MODELS = (
     "tiny-llama", "gpt2", "llama-3-8b", "llama-3-70b", "qwen2.5-14b", "megatron-22b", "megatron-1t", "gpt2-xl",
     "mixtral-8x7b", "deepseek-v3", "bloom-176b",
@@ -63,8 +66,9 @@ def test_candidates_are_legal_layouts(name, text, seq, batch, data):
 def test_nothing_is_there_twice_and_nothing_is_missing(model, cluster, seq, batch, software):
     """Against all values of all keys, without what `check` rejects or the engine's software lacks."""
     found = Space(model, Cluster.parse(cluster), Workload(seq, batch), engine(software))
-    texts = [str(layout) for frame in found.frames for layout in layouts(frame)]
-    assert len(texts) == len(set(texts)) == found.size
+    every = [layout for frame in found.frames for layout in layouts(frame)]
+    assert len({str(layout) for layout in every}) == len(every) == found.size
+    texts = [str(layout) for layout in every if not layout.stages]
     devices = found.cluster.devices
     degrees = divisors(devices)
     wanted = set()
@@ -99,6 +103,39 @@ def every_layout(model, found: Space, tp, pp, cp, dp):
         closed = in_closed_form(schedule, virtual, pp, found.workload.micro_batches(layout))
         if closed and not found.features.missing(layout, model.layers):
             yield str(layout)
+
+
+def busiest(stages: Sequence[int], pp: int, head: float) -> float:
+    *others, last = held_by(stages, pp)
+    return max(*others, last + head)
+
+
+@pytest.mark.parametrize(("name", "cluster"), [("llama-3-8b", "8xH100"), ("gemma-2-27b", "16xH100"), ("gpt2", "4xL4")])
+def test_chosen_stages_are_lighter_than_even_ones(name, cluster):
+    """No other cut of as many layers leaves the busiest rank less, with one chunk a rank; and no pipeline has two."""
+    model, workload = get(name), Workload(1024, 96)
+    of_head = 2 * model.vocab * model.hidden
+    head = of_head * model.layers / (forward_flops_per_token(model, workload.seq) - of_head)
+    cuts = {(one.pp, one.virtual, one.stages) for frame in Space(model, Cluster.parse(cluster), workload, OWN).frames
+            for one in layouts(frame) if one.pp > 1}  # fmt: skip
+    chosen = {(pp, virtual): stages for pp, virtual, stages in cuts if stages}
+    assert len(chosen) == sum(bool(stages) for *_, stages in cuts)
+    assert name == "gpt2" or {pp for pp, virtual in chosen if virtual == 1}
+    for (pp, virtual), stages in chosen.items():
+        even = StageLayers.even(model.layers, pp).layers
+        most = max(virtual for of, virtual, stages in cuts if of == pp and not stages)
+        assert busiest(stages, pp, head) < 0.97 * busiest(even, pp, head) or virtual > most
+    for pp in {pp for pp, *_ in cuts if pp <= 4}:
+        least = min(busiest(stages, pp, head) for stages in compositions(model.layers, pp))
+        even = busiest(StageLayers.even(model.layers, pp).layers, pp, head)
+        found = busiest(chosen[pp, 1], pp, head) if (pp, 1) in chosen else even
+        assert found == pytest.approx(least) or 0.97 * even <= least <= found == even
+
+
+def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Layers of every pipeline with at least one on each stage."""
+    for ends in combinations(range(1, layers), stages - 1):
+        yield tuple(stop - start for start, stop in pairwise((0, *ends, layers)))
 
 
 def test_closed_forms_hold_where_a_schedule_is_legal():

@@ -15,7 +15,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
 from shardwise.planner.pricing import Prices, price_all, price_one
-from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
+from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice, held_by
 from shardwise.predict import estimate
 from shardwise.predict.fixing import SCHEDULES
 from shardwise.predict.step_seconds import StepTiming, step_seconds
@@ -238,8 +238,9 @@ def test_a_candidate_costs_the_same_alone_in_a_column_and_by_estimate(name):
     software, cluster, workload = engine(name), Cluster.parse("8xH100"), Workload(seq=2048, batch=16)
     rows = [BatchChoice(1, sp, recompute, micro) for sp in (False, True) for recompute in RECOMPUTE for micro in (1, 2)]
     frame = LayoutColumns(
-        2, 2, 2, "sdpa", 16, tuple(rows), (ZeroChoice(1, 2), ZeroChoice(2, 2)), (ScheduleChoice("1f1b", 1),), 1
-    )
+        2, 2, 2, "sdpa", 16, LLAMA.layers, tuple(rows), (ZeroChoice(1, 2), ZeroChoice(2, 2)),
+        (ScheduleChoice("1f1b", 1),),
+    )  # fmt: skip
     pricing = Pricing(cluster)
     column = np.broadcast_to(Prices(LLAMA, workload, "sdpa", pricing, [frame]).seconds(frame, software), frame.shape)
     chosen = [(r, s) for r in range(len(rows)) for s in range(2)]
@@ -502,18 +503,25 @@ def test_only_what_is_used_is_parsed():
     assert len(fresh._parsed) < len(fresh) // 4
 
 
-@pytest.mark.parametrize("stages", [(), (8, 8, 8, 8), (9, 9, 9, 5), (29, 1, 1, 1), (0, 16, 16, 0), (5, *(4,) * 6, 3)])
-def test_chosen_stages_take_what_their_schedule_takes(stages: tuple[int, ...]) -> None:
+CHOSEN_STAGES = (
+    ("1f1b", ()), ("1f1b", (8, 8, 8, 8)), ("1f1b", (9, 9, 9, 5)), ("1f1b", (29, 1, 1, 1)), ("1f1b", (0, 16, 16, 0)),
+    ("interleaved", (5, *(4,) * 6, 3)), ("interleaved", (2, *(3,) * 10, 0)), ("zb-h1", (8, 8, 8, 8)),
+    ("zb-h1", (8, 9, 9, 6)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "stages"), CHOSEN_STAGES)
+def test_chosen_stages_take_what_their_schedule_takes(schedule: str, stages: tuple[int, ...]) -> None:
     pricing, software = Pricing(Cluster.parse("4xH100")), replace(engine("megatron-core"), graphs=True)
-    virtual = max(1, len(stages) // 4)
-    schedule = "interleaved" if virtual > 1 else "1f1b"
-    split = StepShape(2048, micro_batches=8, pp=4, virtual=virtual, schedule=schedule, stages=stages)
+    virtual, held = max(1, len(stages) // 4), held_by(stages, 4) if stages else ()
+    split = StepShape(2048, micro_batches=8, pp=4, virtual=virtual, schedule=schedule, held=held)
     found, layers = pieces(LLAMA, split, software, pricing), stages or (8,) * 4
     one, loss, first = (float(total(part, "host")) for part in (found.block, found.last, found.first))
+    weights = [count * float(found.weights) * (schedule == "zb-h1") for count in layers]
     forward = [count * float(found.forward) for count in layers]
-    backward = [count * (one - float(found.forward)) for count in layers]
+    backward = [count * (one - float(found.forward)) - later for count, later in zip(layers, weights, strict=True)]
     backward[0], backward[-1] = backward[0] + first, backward[-1] + loss
-    times = Times(tuple(forward), tuple(backward), (0,) * len(layers))
+    times = Times(tuple(forward), tuple(backward), tuple(weights))
     parts = training_step(LLAMA, split, software, pricing).parts
     taken = sum(float(seconds) for name, seconds in parts.items() if name not in ("optimizer", "pipeline", "data"))
     assert taken == pytest.approx(simulate(build(schedule, 4, 8, virtual), times).makespan, rel=0.05)

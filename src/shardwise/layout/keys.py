@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from shardwise.errors import LayoutError, did_you_mean, nearest
 from shardwise.layout.axes import DENSE
+from shardwise.options import runs_in, runs_text
 from shardwise.records import dataclass
 
 ORDER = "-".join(DENSE)
@@ -105,7 +106,7 @@ class Key:
         """The key with a value, as it is in a layout text."""
         if value is True:
             return self.name
-        return f"{self.name}={'/'.join(map(str, value)) if self.kind == 'list' else value}"
+        return f"{self.name}={runs_text(value) if self.kind == 'list' else value}"
 
     def in_words(self, value: Any) -> str:
         """What a value does; empty for the default, and where there is nothing to say."""
@@ -125,7 +126,7 @@ class Key:
             self._check_choice(value)
             return value
         try:
-            numbers = tuple(int(n) for n in (value.split("/") if self.kind == "list" else [value]))
+            numbers = runs_in(value) if self.kind == "list" else (int(value),)
         except ValueError:
             raise LayoutError(f"{self.name} needs an integer, not {value!r}") from None
         if self.kind == "number" and numbers[0] < 0:
@@ -453,7 +454,9 @@ class Keys:
     stages: tuple[int, ...] = key(
         (),
         "layers of each of the pp x virtual stages, such as 21/20/20/19; none: even",
+        "priced",
         example="16/16",
+        feature=("listed", ""),
         **_PIPELINE,
         rules=(_COUNTS,),
     )

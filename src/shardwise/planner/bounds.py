@@ -164,23 +164,24 @@ _RowKey = tuple[int, int, Any]
 """tp, ep, and what of a row changes its memory."""
 
 
-def places(model: Model, pp: int, schedule: str = "") -> list[int]:
-    """The ranks of a pipeline that can be the fullest under a schedule, "" for any.
+def places(model: Model, held: Sequence[int], schedule: str = "") -> list[int]:
+    """The ranks of a pipeline that can be the fullest under a schedule, "" for any. held: blocks of each rank.
 
     Of ranks between the ends with as many blocks, the first holds most micro-batches; only zb-h1 delays gradients of
     weights the longer, the later a rank is.
     """
     if isinstance(model, Blueprint):  # whose blocks may all differ
-        return list(range(pp))
-    last, (each, rest) = pp - 1, divmod(model.layers, pp)
-    found = {0, min(1, last), last}
+        return list(range(len(held)))
+    last = len(held) - 1
+    changes = [rank for rank in range(1, last + 1) if held[rank] != held[rank - 1]]
+    found = {0, min(1, last), last} | {rank for rank in changes if held[rank] > held[rank - 1]}
     if schedule in ("", "zb-h1"):
-        found |= {max(0, rest - 1), rest, max(0, last - 1)}
+        found |= {near for rank in (*changes, last) for near in (rank - 1, rank) if near >= 0}
     if model.experts and (dense := model.experts.dense_layers):
         # The first ones that have experts in all of their blocks, without chunks and with the smallest ones.
-        found |= {next((p for p in range(pp) if p * each + min(p, rest) >= dense), last), min(dense, last)}
+        found |= {next((p for p in range(last) if sum(held[:p]) >= dense), last), min(dense, last)}
     if every := model.full_attention_every:  # stages have more or fewer blocks with windows by turns
-        starts = (1, rest - every, rest, last - every)
+        starts = (1, last - every, *changes, *(rank - every for rank in changes))
         found |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
     return sorted(found)
 
@@ -245,9 +246,13 @@ class MemoryBound:
         schedules, units = {order.schedule for order in few.orders}, self._units(few.tp)
         ranks = (
             RankBound(self.model, few, place, units, micro, self.backend, self.workload.optimizer).total()
-            for place in places(self.model, few.pp, "zb-h1" if "zb-h1" in schedules else "1f1b")
-            # The second of several has at most the blocks of the first and fewer micro-batches: hardly ever more bytes.
-            if place != 1 or few.pp == 2 or self.model.experts or self.model.full_attention_every
+            for place in places(self.model, few.held, "zb-h1" if "zb-h1" in schedules else "1f1b")
+            # With no more blocks than the first, the second of several has fewer micro-batches: hardly ever more bytes.
+            if place != 1
+            or few.pp == 2
+            or self.model.experts
+            or self.model.full_attention_every
+            or few.held[1] > few.held[0]
         )
         return np.broadcast_to(reduce(np.maximum, ranks), few.shape)[row]
 

@@ -16,7 +16,7 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Block, Candidate
-from shardwise.planner.space import BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
+from shardwise.planner.space import EVEN, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
 from shardwise.records import dataclass
 
 PUBLISHED_CHOICES = Path(__file__).with_name("published_choices.json")
@@ -40,7 +40,7 @@ def unusual(frame: LayoutColumns, cluster: Cluster, seq: int, layers: int) -> An
     shardings = np.array([_sharded(sharding, frame) for sharding in frame.shardings])
     orders = np.array([_scheduled(order, frame.pp, layers) for order in frame.orders])
     of_all = 8.0 * (frame.tp > cluster.devices_per_node) + 4.0 * (frame.homes.layout.offload_home != "none")
-    of_all += 0.5 * frame.bare + max(0.0, float(np.log2(frame.pp / DEEP)))
+    of_all += 0.5 * (frame.ends != EVEN) + max(0.0, float(np.log2(frame.pp / DEEP)))
     return of_all + rows[:, None, None] + shardings[None, :, None] + orders[None, None, :]
 
 

@@ -14,12 +14,13 @@ import numpy as np
 from shardwise.arrays import Num
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.pipeline import stages
 from shardwise.layout.unit import Backend
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.planner.bounds import places
-from shardwise.planner.space import BatchChoice, LayoutColumns
+from shardwise.planner.space import BatchChoice, LayoutColumns, held_by
 from shardwise.predict.memory.engine_bytes import (
     EngineRank,
     MicroBatchNumbers,
@@ -38,7 +39,6 @@ from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.node_bytes import NodeBytes, node_bytes
 from shardwise.report.step_report import Bytes
-from shardwise.schedule.pipeline.plan import StageLayers
 
 Refuses = Callable[[Layout], str]
 """Why a layout cannot be chosen, whatever it needs; empty where it can."""
@@ -98,7 +98,7 @@ class ExactMemory:
         fullest: FullestRank | None = None
         if counts_engine(self.engine, self.model, layout):
             return self._under_engine(layout)
-        for place in places(self.model, layout.pp, layout.schedule):
+        for place in self._places(layout):
             rank = predict_bytes(rank_plan(self.model, layout, self.workload, place, self.backend))
             if fullest is None or rank.total > fullest.bytes.total:
                 fullest = FullestRank(rank, place)
@@ -107,11 +107,16 @@ class ExactMemory:
         assert fullest
         return fullest
 
+    def _places(self, layout: Layout) -> list[int]:
+        if layout.pp == 1:
+            return [0]
+        return places(self.model, held_by(stages(self.model, layout).layers, layout.pp), layout.schedule)
+
     def _under_engine(self, layout: Layout) -> FullestRank:
         memory = engine_memory(self.engine)
         assert memory
         plan = rank_plan(self.model, layout, self.workload, 0, self.backend)
-        at = list(range(layout.pp)) if layout.stages else places(self.model, layout.pp, layout.schedule)
+        at = self._places(layout)
         ranks = engine_ranks(memory, plan, at, self.settings)
         place, rank = max(zip(at, ranks, strict=True), key=lambda each: each[1].peak)
         return FullestRank(as_bytes(rank), place)
@@ -144,7 +149,7 @@ class EngineBound:
         columns = zip(*(self._row(frame.tp, frame.ep, row) for row in frame.rows), strict=True)
         micro = MicroBatchNumbers(*(np.array(column)[:, None, None] for column in columns))
         most = np.zeros(frame.shape)
-        for place in places(self.model, frame.pp, "1f1b"):
+        for place in places(self.model, frame.held, "1f1b"):
             for numbers, orders in self._sorts(frame, place):
                 peak = self._rank(frame, place, numbers, orders, micro).total().peak
                 most[:, :, orders] = np.maximum(most[:, :, orders], peak)
@@ -154,8 +159,7 @@ class EngineBound:
         sorts: dict[Any, list[int]] = {}
         numbers = []
         for index, order in enumerate(frame.orders):
-            layers = StageLayers.even(self.model.layers, frame.pp * order.virtual).layers
-            numbers.append(rank_numbers(self.model, frame.tp, frame.ep, layers, frame.pp, place))
+            numbers.append(rank_numbers(self.model, frame.tp, frame.ep, frame.stages(order.virtual), frame.pp, place))
             sorts.setdefault((numbers[-1].blocks, numbers[-1].experts), []).append(index)
         yield from (([numbers[index] for index in of], of) for of in sorts.values())
 

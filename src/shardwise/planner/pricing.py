@@ -92,10 +92,18 @@ def price_all(
 ) -> list[Priced]:
     """Seconds and bytes of several layouts. Layouts that one call can price are priced together."""
     for layout, _ in chosen:
-        frame_of(model, layout, workload)
+        check_priced(layout, workload)
     parts = _each(
         chosen,
-        lambda of: (of[1], of[0].schedule, of[0].attention, of[0].cpkind, *_choice(Homes, of[0])),
+        lambda of: (
+            of[1],
+            of[0].schedule,
+            of[0].stages,
+            of[0].pp,
+            of[0].attention,
+            of[0].cpkind,
+            *_choice(Homes, of[0]),
+        ),
         partial(_parts, model, workload, pricing, exact.settings if exact else USUAL),
     )
     names = {engine.name for _, engine in chosen}
@@ -157,9 +165,8 @@ def _choice(kind: Any, layout: Layout, **effective: Any) -> Any:
     return kind(**{name: getattr(layout, name) for name in kind._fields} | effective)
 
 
-def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
-    """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
-    is in no search space."""
+def check_priced(layout: Layout, workload: Workload) -> None:
+    """Raise `UserError` where the batch does not divide, and for a layout that has no price."""
     for key, value in changed(layout).items():
         if not key.marks & {"searched", "priced"}:
             raise UserError(f"the planner does not price {key.text(value)} yet")
@@ -171,13 +178,6 @@ def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
             f"schedule={layout.schedule} with pp={layout.pp}, virtual={layout.virtual} and {count} micro-batches has "
             "no closed form that the planner knows"
         )
-    order = _choice(ScheduleChoice, layout) if layout.pp > 1 else ScheduleChoice("1f1b", 1)
-    sharding = _choice(ZeroChoice, layout, zero=layout.stage, shard=layout.shard_ranks if layout.stage else 1)
-    return LayoutColumns(
-        layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
-        (_choice(BatchChoice, layout),), (sharding,), (order,), layout.ep,
-        layout.stage_count > model.layers, _choice(Homes, layout),
-    )  # fmt: skip
 
 
 class Prices:
@@ -231,6 +231,7 @@ class Prices:
             micro_batches=np.array(frame.counts)[:, None, None],
             tp=frame.tp,
             pp=frame.pp,
+            held=frame.held if frame.pp > 1 else (),
             dp=frame.data // frame.columns["cp"],
             ep=frame.ep,
             offload=homes.offload_home,

@@ -6,9 +6,10 @@ and the tensors of that backward. Messages and some of what is on its way are le
 than the bytes of `estimate`; a test compares the two.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,12 +53,11 @@ class BlockElements:
             self._elements(mixture=True, expert_tp=expert_tp) if self._first < self.model.layers else (self.without, 0)
         )
 
-    def dense_blocks(self, pp: int, virtual: int, place: int) -> int:
-        """Blocks without experts, which are the model's first ones, among those of a pipeline's rank."""
-        each, rest = divmod(self.model.layers, pp * virtual)
-        stages = range(place, pp * virtual, pp)
-        starts = ((stage * each + min(stage, rest), each + (stage < rest)) for stage in stages)
-        return sum(max(0, min(self._first - start, blocks)) for start, blocks in starts)
+    def dense_blocks(self, stages: Sequence[int], pp: int, place: int) -> int:
+        """Blocks without experts, which are the model's first ones, among those of a pipeline's rank. stages: blocks
+        of each stage."""
+        ends = list(zip(accumulate(stages), stages, strict=True))[place::pp]
+        return sum(max(0, min(self._first - end, 0) + count) for end, count in ends)
 
 
 @lru_cache(maxsize=64)
@@ -120,7 +120,7 @@ class RankBound:
     ) -> None:  # fmt: skip
         self.frame, self.place, self.micro, self.backend = frame, place, micro, backend
         self.state_bytes = state_bytes("bf16", optimizer)
-        self.layers = frame.layers(place, model.layers)
+        self.layers = frame.held[place]
         homes = frame.homes.layout
         self.offload_home, self.fraction = homes.offload_home, homes.offload_fraction
         self.on_host = homes.offload_home != "none"
@@ -152,13 +152,10 @@ class RankBound:
             else tuple(kind for kind, there in ((FIRST, first), (LAST, last)) if there)
             + ((MIDDLE,) if max(order.virtual for order in frame.orders) > 1 or not (first or last) else ())
         )  # fmt: skip
-        ends = {FIRST: int(first), LAST: int(last), WHOLE: 1, MIDDLE: 0}
-        # Bare ends have no blocks, and all other stages one.
-        inner = np.maximum(self.virtual - first - last, 1)
-        self.blocks = {
-            kind: np.where(ends[kind], 0, self.layers / inner) if frame.bare else self.layers / self.virtual
-            for kind in self.kinds
-        }
+        # Of several chunks each is as large, but for what the ends count as.
+        less = {FIRST: frame.ends[0], LAST: frame.ends[1], WHOLE: 0, MIDDLE: 0}
+        each = (model.layers + sum(frame.ends)) / (frame.pp * self.virtual)
+        self.blocks = {kind: np.where(self.virtual == 1, self.layers, each - less[kind]) for kind in self.kinds}
         delayed = np.array([order.schedule == "zb-h1" for order in frame.orders])
         early = np.array([_early(row.recompute) and not self.frozen for row in frame.rows])[:, None, None]
         self.apart = {kind: delayed | (early & (frame.pp > 1) & (kind not in (FIRST, WHOLE))) for kind in self.kinds}
@@ -328,7 +325,7 @@ def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, lay
     Experts have other ranks to be sharded over."""
     stage, ranks = frame.columns["zero"][0], frame.columns["shard"][0]
     same = np.where(stage > 0, frame.expert_replicas, 1)
-    dense = np.array([elements.dense_blocks(frame.pp, order.virtual, place) for order in frame.orders])
+    dense = np.array([elements.dense_blocks(frame.stages(o.virtual), frame.pp, place) for o in frame.orders])
     own, experts = elements.routed(frame.expert_tp)
 
     def whole_and_shard(*parts: tuple[int, Num]) -> tuple[Num, Num]:

@@ -20,7 +20,7 @@ from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.traced_layout import RECOMPUTE, check_piped, check_traced, piped
 
-TRACED = Features(context=("ring",), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False)
+TRACED = Features(context=("ring",), copies=True, recompute=RECOMPUTE, listed=False, bare_ends=False, uneven=False)
 """Features that a search over a traced module uses, if the engine has them; pipelines where its parts have an order."""
 
 

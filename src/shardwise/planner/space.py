@@ -5,10 +5,11 @@ come in frames that share a mesh; inside a frame every entry of one list goes wi
 frame is a grid of arrays and never a list of layouts. `Space` defines exactly what is in it (docs/planner.md).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import product
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.legality import valid_ep
 from shardwise.layout.pipeline import splits_backward
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.parameters import Model
+from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
@@ -30,9 +31,13 @@ from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.traced_layout import searched_cuts, searched_tp, searched_with_shards
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline import find
-from shardwise.schedule.pipeline.plan import BARE_ENDS
+from shardwise.schedule.pipeline.plan import BARE_ENDS, StageLayers
 
 RECOMPUTE = ("none", "selective", "full")
+EVEN = 0, 0
+"""What the ends of even stages count as."""
+LIGHTER = 0.97
+"""Work of the busiest rank, over that of even stages, from which on other stages are tried."""
 
 
 class BatchChoice(NamedTuple):
@@ -83,19 +88,20 @@ class ScheduleChoice(NamedTuple):
 @dataclass(frozen=True)
 class LayoutColumns:
     """Candidates of one tp, pp and ep: rows x shardings x orders, where `possible`, whose fields are keys of a layout.
-    data: ranks of a model's part, which is dp x cp."""
+    data: ranks of a model's part, which is dp x cp; blocks: of the model."""
 
     tp: int
     pp: int
     data: int
     attention: str
     batch: int
+    blocks: int
     rows: tuple[BatchChoice, ...]
     shardings: tuple[ZeroChoice, ...]
     orders: tuple[ScheduleChoice, ...]
     ep: int = 1
-    bare: bool = False
-    """The embedding and the head are stages of their own: `orders` have two stages more than the model has layers."""
+    ends: tuple[int, int] = EVEN
+    """Blocks that the embedding and the head count as where the stages are cut (`StageLayers.weighed`)."""
     homes: Homes = ON_DEVICE
 
     @property
@@ -144,16 +150,32 @@ class LayoutColumns:
         """Shape of arrays over its candidates: rows, shardings, orders."""
         return len(self.rows), len(self.shardings), len(self.orders)
 
-    def layers(self, place: int, layers: int) -> int:
-        """Blocks of a pipeline's rank. layers: of the model; as even as can be, the first ranks with one more."""
-        if self.bare:
-            return (layers + BARE_ENDS) // self.pp - (place in (0, self.pp - 1))
-        return layers // self.pp + (place < layers % self.pp)
+    def stages(self, virtual: int) -> tuple[int, ...]:
+        """Blocks of each stage."""
+        return weighed(self.blocks, self.pp * virtual, self.ends)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Blocks of each of the pipeline's ranks, whatever the order."""
+        return held_by(self.stages(self.orders[0].virtual), self.pp)
 
     def layout(self, row: BatchChoice, sharding: ZeroChoice, order: ScheduleChoice) -> Layout:
         keys = row._asdict() | sharding._asdict() | order._asdict() | self.homes._asdict()
         keys["shard"] *= sharding.zero > 0 and self.data > 1
+        if (stages := self.stages(order.virtual)) != weighed(self.blocks, len(stages), EVEN):
+            keys["stages"] = stages
         return Layout(dp=self.data // row.cp, tp=self.tp, pp=self.pp, ep=self.ep, attention=self.attention, **keys)
+
+
+@lru_cache(maxsize=4096)
+def weighed(blocks: int, stages: int, ends: tuple[int, int]) -> tuple[int, ...]:
+    """As `StageLayers.weighed`."""
+    return StageLayers.weighed(blocks, stages, ends).layers
+
+
+def held_by(stages: Sequence[int], pp: int) -> tuple[int, ...]:
+    """Blocks of each of a pipeline's ranks, from those of each stage."""
+    return tuple(sum(stages[rank::pp]) for rank in range(pp))
 
 
 def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
@@ -243,14 +265,14 @@ class Space:
         for tp, pp, cp, dp in self.meshes(self.cluster.devices):
             rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, pp, cp, dp))
         for (tp, pp, data), of in rows.items():
-            orders = tuple(self._orders(pp))
-            for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
+            orders = self._orders_by_ends(pp)
+            for ep, (ends, mine) in product(self._expert_degrees(tp, data), orders.items()):
                 shardings = tuple(self._shardings(tp, data, pp))
-                mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
                 known = tuple(row for row in of if self._known(row, ep, tp))
                 yield LayoutColumns(
-                    tp, pp, data, self.attention, self.workload.batch, known, shardings, mine, ep, bare, self.homes
-                )
+                    tp, pp, data, self.attention, self.workload.batch, self.model.layers, known, shardings,
+                    tuple(mine), ep, ends, self.homes,
+                )  # fmt: skip
 
     def _known(self, row: BatchChoice, ep: int, tp: int) -> bool:
         """Whether the model is known under the row's cp and sp, this ep and this tp."""
@@ -317,23 +339,68 @@ class Space:
         inside = [n for n in divisors(ranks)[1:-1] if n <= near]
         return (0, inside[-1]) if inside else (0,)
 
-    def _orders(self, pp: int) -> Iterator[ScheduleChoice]:
+    def _orders_by_ends(self, pp: int) -> dict[tuple[int, int], list[ScheduleChoice]]:
+        """What the ends may count as -> the orders of stages that are cut so."""
+        found: dict[tuple[int, int], list[ScheduleChoice]] = {}
         for schedule in self.features.schedules if pp > 1 else ("1f1b",):
             if pp > 1 and self.model.lora and splits_backward(schedule):
                 continue
-            for virtual in self._chunks(schedule, pp):
+            several = pp > 1 and find(schedule).virtual > 1
+            for virtual in range(2, (self.model.layers + BARE_ENDS) // pp + 1) if several else (1,):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
-                    yield ScheduleChoice(schedule, virtual)
+                    for ends in self._ends(pp, virtual):
+                        found.setdefault(ends, []).append(ScheduleChoice(schedule, virtual))
+        return found
 
-    def _chunks(self, schedule: str, pp: int) -> list[int]:
-        """Chunks a rank that a schedule is for: as many layers in each, or one in each but the first and the last,
-        which have the embedding and the head alone."""
-        if pp == 1 or find(schedule).virtual == 1:
-            return [1]
-        layers, stages = self.model.layers, self.model.layers + BARE_ENDS
-        even = [v for v in divisors(layers // pp)[1:] if layers % (pp * v) == 0]
-        bare = self.features.bare_ends and not self.model.experts and stages % pp == 0 and stages > pp
-        return even + [stages // pp] * bare
+    def _ends(self, pp: int, virtual: int) -> Iterator[tuple[int, int]]:
+        """Blocks that the embedding and the head may count as. Of several chunks a rank each is as large. Beside even
+        stages those come that make the busiest rank lighter, or more chunks than even ones have."""
+        evenly = self._evenly(pp)
+        if virtual in evenly:
+            yield EVEN
+        lighter = {
+            ends: self._busiest(pp, virtual, ends) for ends in self._weights if self._may_count(pp, virtual, ends)
+        }
+        if not lighter:
+            return
+        ends = min(lighter, key=lambda each: (lighter[each], each != (1, 1)))
+        if lighter[ends] < LIGHTER * self._busiest(pp, 1, EVEN) or virtual > max(evenly):
+            yield ends
+
+    @cached_property
+    def _weights(self) -> list[tuple[int, int]]:
+        return sorted({(1, 1), *product((0, 1), range(ceil(self._head) + 1))} - {EVEN})
+
+    def _evenly(self, pp: int) -> list[int]:
+        """Chunks a rank of even stages."""
+        layers = self.model.layers
+        return [v for v in divisors(max(1, layers // pp)) if v == 1 or layers % (pp * v) == 0]
+
+    def _may_count(self, pp: int, virtual: int, ends: tuple[int, int]) -> bool:
+        layers, stages = self.model.layers, pp * virtual
+        each, rest = divmod(layers + sum(ends), stages)
+        if pp == 1 or (rest and virtual > 1):
+            return False
+        if stages > layers:
+            bare = self.features.bare_ends and not self.model.experts
+            return bare and ends == (1, 1) and stages == layers + BARE_ENDS
+        return self.features.listed and each >= max(ends) + (virtual == 1)
+
+    def _busiest(self, pp: int, virtual: int, ends: tuple[int, int]) -> float:
+        """Work of the busiest rank, in blocks."""
+        *others, last = held_by(weighed(self.model.layers, pp * virtual, ends), pp)
+        return max(*others, last + self._head)
+
+    @cached_property
+    def _head(self) -> float:
+        """FLOPs of the head over those of a block, in the mean; 0 of a traced module."""
+        if isinstance(self.model, Blueprint):
+            return 0.0
+        *blocks, head = (
+            part.count * sum(op.flops_per_token(self.workload.seq, True) for op in part.operations)
+            for part in blueprint(self.model).parts
+        )
+        return head * self.model.layers / sum(blocks)
 
 
 def powers(most: int) -> list[int]:

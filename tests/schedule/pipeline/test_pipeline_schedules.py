@@ -162,11 +162,25 @@ def test_trap_21_every_part_of_a_model_is_on_exactly_one_stage(stages, data):
     whole = ["embedding", *(f"blocks.{i}" for i in range(sum(layers))), "head"]
     cut = blueprint(get("tiny-gpt").replace(layers=sum(layers))).stages(found.layers)
     assert len(cut) == stages and [part for parts in cut for part in parts] == whole
-    assert str(found) == "/".join(map(str, layers)) and abs(sum(found.shares(head=2)) - 1) < 1e-12
+    assert StageLayers.parse(str(found), stages) == found and abs(sum(found.shares(head=2)) - 1) < 1e-12
 
 
 def test_even_stages_put_more_first():
     assert str(StageLayers.even(82, 4)) == "21/21/20/20"
+    assert str(StageLayers.even(66, 16)) == "2x5/14x4"
+
+
+def test_ends_that_count_as_layers_have_fewer():
+    assert str(StageLayers.weighed(126, 64, (1, 1))) == "1/62x2/1"
+    assert str(StageLayers.weighed(32, 4, (0, 2))) == "8/9/9/6"
+    with pytest.raises(UserError, match="every stage needs layers"):
+        StageLayers.weighed(4, 4, (0, 2))
+
+
+@pytest.mark.parametrize("text", ["3x", "x3", "0x3/4", "-1x3/4", "99999999x3", "2x2x2"])
+def test_texts_that_are_no_stages(text):
+    with pytest.raises(UserError, match="give layers for each stage, such as 21/20/20/19 or 1/6x2/1"):
+        StageLayers.parse(text, 4)
 
 
 def test_two_stages_more_than_layers_leave_the_ends_to_the_embedding_and_the_head():

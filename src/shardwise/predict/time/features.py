@@ -33,6 +33,8 @@ class Features:
     """Pipeline schedules; empty without pipelines."""
     uneven: bool = True
     """Layers that do not divide by the number of stages."""
+    listed: bool = True
+    """Stages with chosen numbers of layers (`stages=9/9/9/5`), so that the head counts."""
     bare_ends: bool = True
     """Embedding and head as stages of their own (`stages=0/1/.../1/0`)."""
     zero: tuple[int, ...] = (0, 1, 2, 3)

@@ -23,8 +23,8 @@ class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
     qgz: weights and gradients go packed, in all splits of a call; feedback: with the errors of packed gradients;
-    schedule: the pipeline's, one of `SCHEDULES`; stages: layers of each of its stages, none for even ones; dtype: of
-    the matrix products. offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which
+    schedule: the pipeline's, one of `SCHEDULES`; held: layers of each of its ranks, none for even stages; dtype: of the
+    matrix products. offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which
     may be arrays; offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a
     micro-batch and copies to the host and back; wide_gradients: accumulated in fp32 even of one micro-batch."""
 
@@ -53,7 +53,7 @@ class StepShape:
     saved_bytes: Num = 0.0
     wide_gradients: bool = False
     schedule: str = "1f1b"
-    stages: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     optimizer: str = DEFAULT
     """One of `OPTIMIZERS`."""
@@ -92,8 +92,8 @@ class StepShape:
 
     def layers_held(self, layers: int) -> tuple[Num, Num]:
         """Layers of the pipeline rank that has the most, and of the last one, which has the head (`StageLayers`)."""
-        if self.stages:
-            *others, last = (sum(self.stages[rank :: int(self.pp)]) for rank in range(int(self.pp)))
+        if self.held:
+            *others, last = self.held
             return max(others), last
         return np.ceil(layers / np.asarray(self.pp)), layers // np.asarray(self.pp)
 
@@ -140,6 +140,7 @@ class StepShape:
         return cls(
             **keys | {"offload": layout.offload_home},
             seq=workload.seq,
+            held=tuple(sum(layout.stages[rank :: layout.pp]) for rank in range(layout.pp)) if layout.stages else (),
             micro_batches=workload.micro_batches(layout),
             offloaded=layout.offload_fraction,
             wide_gradients=layout.grads == "fp32",

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal, Self
 
 from shardwise.errors import UserError
+from shardwise.options import runs_in, runs_text
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline.action import Action
 
@@ -162,15 +163,30 @@ class StageLayers:
         return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
 
     @classmethod
+    def weighed(cls, layers: int, stages: int, ends: tuple[int, int], tied: bool = False) -> Self:
+        """As even as can be where the embedding and the head count as so many layers (`ends`), as Megatron-Core's
+        account_for_embedding_in_pipeline_split and torchtitan have it. The last stages but one have one more: the first
+        ones hold most micro-batches. Raises `UserError` as `even` does, and for stages without layers between the
+        ends."""
+        if not any(ends):
+            return cls.even(layers, stages, tied)
+        each, rest = divmod(layers + sum(ends), stages)
+        counts = [each + (stages - 1 - rest <= i < stages - 1) for i in range(stages)]
+        counts[0] -= ends[0]
+        counts[-1] -= ends[1]
+        return cls(tuple(counts), tied)
+
+    @classmethod
     def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> Self:
-        """From 21/20/20/19: one number for each of `stages` stages, which add up to `layers` where these are known.
+        """From 21/20/20/19 or 1/6x2/1: one number for each of `stages` stages, which add up to `layers` where these are
+        known.
 
         Raises `UserError` with what would be right.
         """
-        words = text.split("/")
-        if not all(word.strip().isdecimal() and len(word) < 8 for word in words):
-            raise UserError(f"stages={text}: give layers for each stage, such as 21/20/20/19")
-        found = tuple(map(int, words))
+        try:
+            found = runs_in(text)
+        except ValueError:
+            raise UserError(f"stages={text}: give layers for each stage, such as 21/20/20/19 or 1/6x2/1") from None
         if len(found) != stages:
             raise UserError(f"stages={text}: give p x v = {stages} numbers of layers, not {len(found)}")
         if layers is not None and sum(found) != layers:
@@ -179,7 +195,7 @@ class StageLayers:
         return cls(found, tied)
 
     def __str__(self) -> str:
-        return "/".join(map(str, self.layers))
+        return runs_text(self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
