@@ -165,7 +165,7 @@ _RowKey = tuple[int, int, Any]
 
 
 def places(model: Model, held: Sequence[int], schedule: str = "") -> list[int]:
-    """The ranks of a pipeline that can be the fullest under a schedule, "" for any. held: blocks of each rank.
+    """The ranks of a pipeline that can be the fullest under a schedule, "" for any. held: blocks by rank.
 
     Of ranks between the ends with as many blocks, the first holds most micro-batches; only zb-h1 delays gradients of
     weights the longer, the later a rank is.

@@ -55,7 +55,7 @@ class BlockElements:
 
     def dense_blocks(self, stages: Sequence[int], pp: int, place: int) -> int:
         """Blocks without experts, which are the model's first ones, among those of a pipeline's rank. stages: blocks
-        of each stage."""
+        by stage."""
         ends = list(zip(accumulate(stages), stages, strict=True))[place::pp]
         return sum(max(0, min(self._first - end, 0) + count) for end, count in ends)
 
@@ -152,10 +152,10 @@ class RankBound:
             else tuple(kind for kind, there in ((FIRST, first), (LAST, last)) if there)
             + ((MIDDLE,) if max(order.virtual for order in frame.orders) > 1 or not (first or last) else ())
         )  # fmt: skip
-        # Of several chunks each is as large, but for what the ends count as.
+        # Several chunks are as large, but for what the ends count as.
         less = {FIRST: frame.ends[0], LAST: frame.ends[1], WHOLE: 0, MIDDLE: 0}
-        each = (model.layers + sum(frame.ends)) / (frame.pp * self.virtual)
-        self.blocks = {kind: np.where(self.virtual == 1, self.layers, each - less[kind]) for kind in self.kinds}
+        chunk = (model.layers + sum(frame.ends)) / (frame.pp * self.virtual)
+        self.blocks = {kind: np.where(self.virtual == 1, self.layers, chunk - less[kind]) for kind in self.kinds}
         delayed = np.array([order.schedule == "zb-h1" for order in frame.orders])
         early = np.array([_early(row.recompute) and not self.frozen for row in frame.rows])[:, None, None]
         self.apart = {kind: delayed | (early & (frame.pp > 1) & (kind not in (FIRST, WHOLE))) for kind in self.kinds}

@@ -151,12 +151,12 @@ class LayoutColumns:
         return len(self.rows), len(self.shardings), len(self.orders)
 
     def stages(self, virtual: int) -> tuple[int, ...]:
-        """Blocks of each stage."""
+        """Blocks by stage."""
         return weighed(self.blocks, self.pp * virtual, self.ends)
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Blocks of each of the pipeline's ranks, whatever the order."""
+        """Blocks by rank of the pipeline, whatever the order."""
         return held_by(self.stages(self.orders[0].virtual), self.pp)
 
     def layout(self, row: BatchChoice, sharding: ZeroChoice, order: ScheduleChoice) -> Layout:
@@ -174,7 +174,7 @@ def weighed(blocks: int, stages: int, ends: tuple[int, int]) -> tuple[int, ...]:
 
 
 def held_by(stages: Sequence[int], pp: int) -> tuple[int, ...]:
-    """Blocks of each of a pipeline's ranks, from those of each stage."""
+    """Blocks by rank of a pipeline, from those by stage."""
     return tuple(sum(stages[rank::pp]) for rank in range(pp))
 
 
@@ -353,7 +353,7 @@ class Space:
         return found
 
     def _ends(self, pp: int, virtual: int) -> Iterator[tuple[int, int]]:
-        """Blocks that the embedding and the head may count as. Of several chunks a rank each is as large. Beside even
+        """Blocks that the embedding and the head may count as. Several chunks a rank are as large. Beside even
         stages those come that make the busiest rank lighter, or more chunks than even ones have."""
         evenly = self._evenly(pp)
         if virtual in evenly:
@@ -363,7 +363,7 @@ class Space:
         }
         if not lighter:
             return
-        ends = min(lighter, key=lambda each: (lighter[each], each != (1, 1)))
+        ends = min(lighter, key=lambda some: (lighter[some], some != (1, 1)))
         if lighter[ends] < LIGHTER * self._busiest(pp, 1, EVEN) or virtual > max(evenly):
             yield ends
 
@@ -378,13 +378,13 @@ class Space:
 
     def _may_count(self, pp: int, virtual: int, ends: tuple[int, int]) -> bool:
         layers, stages = self.model.layers, pp * virtual
-        each, rest = divmod(layers + sum(ends), stages)
+        chunk, rest = divmod(layers + sum(ends), stages)
         if pp == 1 or (rest and virtual > 1):
             return False
         if stages > layers:
             bare = self.features.bare_ends and not self.model.experts
             return bare and ends == (1, 1) and stages == layers + BARE_ENDS
-        return self.features.listed and each >= max(ends) + (virtual == 1)
+        return self.features.listed and chunk >= max(ends) + (virtual == 1)
 
     def _busiest(self, pp: int, virtual: int, ends: tuple[int, int]) -> float:
         """Work of the busiest rank, in blocks."""

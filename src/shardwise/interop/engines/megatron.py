@@ -24,13 +24,12 @@ _YARN = (4096, 32.0, 1.0)
 def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     """Stages of the pipeline, and the model. Raises `UserError` for layers that cannot be divided so, and for sizes
     that contradict each other."""
-    pp, layers = names["pp"], names["num_layers"]
-    words = _listed(names, fields) if names["listed"] else _divided(names, pp, layers)
+    words = _listed(names, fields) if names["listed"] else _divided(names, fields)
     return words | {"described": _described(names, fields)}
 
 
-def _divided(names: Mapping[str, Any], pp: int, layers: int) -> dict[str, Any]:
-    virtual = names["virtual_ranks"]
+def _divided(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
+    pp, layers, virtual = names["pp"], names["num_layers"], names["virtual_ranks"]
     if each := names["layers_each"]:
         if not layers:
             raise UserError("--num-layers-per-virtual-pipeline-stage needs --num-layers")
@@ -40,12 +39,18 @@ def _divided(names: Mapping[str, Any], pp: int, layers: int) -> dict[str, Any]:
     ends = names["first_layers"], names["last_layers"]
     words: dict[str, Any] = {"virtual": virtual, "schedule": "interleaved"} if virtual > 1 and pp > 1 else {}
     stages = pp * max(1, virtual)
-    counted = layers + sum(names[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss"))
+    embedding, loss = (int(names[f"account_for_{end}_in_pipeline_split"]) for end in ("embedding", "loss"))
     if any(ends) and layers and pp > 1:
         words["stages"] = _uneven(layers, stages, *ends)
-    elif layers and counted % stages:
+    elif layers and (layers + embedding + loss) % stages:
         flag = "--decoder-last-pipeline-num-layers, or a --pipeline-model-parallel-layout"
         raise UserError(f"--num-layers {layers} cannot be divided by {stages} stages without {flag}")
+    elif layers and pp > 1 and (embedding or loss):
+        from shardwise.schedule.pipeline.plan import StageLayers
+
+        words["stages"] = StageLayers.weighed(layers, stages, (embedding, loss)).layers
+    elif pp > 1 and (embedding or loss):
+        fields.say("facts", "--account-for-..-in-pipeline-split without --num-layers: stages are taken as even")
     return words
 
 

@@ -170,8 +170,8 @@ class StageLayers:
         ends."""
         if not any(ends):
             return cls.even(layers, stages, tied)
-        each, rest = divmod(layers + sum(ends), stages)
-        counts = [each + (stages - 1 - rest <= i < stages - 1) for i in range(stages)]
+        least, rest = divmod(layers + sum(ends), stages)
+        counts = [least + (stages - 1 - rest <= i < stages - 1) for i in range(stages)]
         counts[0] -= ends[0]
         counts[-1] -= ends[1]
         return cls(tuple(counts), tied)
