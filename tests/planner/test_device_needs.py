@@ -15,7 +15,7 @@ from shardwise.planner.device_needs import NODE, cluster_of_size, models_that_fi
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import plan_serving
 from shardwise.planner.shortfall import fits
-from shardwise.predict.memory.capacity import usable_bytes
+from shardwise.predict.memory.capacity import room_of
 
 WORK = Workload(seq=2048, batch=64)
 KINDS = ("RTX-4090", "H100-80GB-SXM", "L40S", "B300")
@@ -29,11 +29,11 @@ def test_the_smallest_cluster_is_the_full_search_s(name):
     for need in some_of(needs, 2, "kinds"):
         one = plan(model, need.cluster, WORK, top=1, explain=False)
         assert one.winner.seconds <= need.seconds * (1 + 1e-9)
-        assert need.nbytes <= usable_bytes(need.cluster)
+        assert need.nbytes <= room_of(need.cluster).safe
         kind = accelerators().devices[need.cluster.device.name]
         if need.cluster.devices > 1:
             smaller = cluster_of_size(kind, need.cluster.devices // 2)
-            assert fits(space_for(model, smaller, WORK, None, {})[0], usable_bytes(smaller)) is None
+            assert fits(space_for(model, smaller, WORK, None, {})[0], room_of(smaller).safe) is None
 
 
 def test_adapters_need_fewer_and_state_of_an_optimizer_counts():

@@ -154,7 +154,7 @@ def winners(space: Space, by: By, top: int, usable: float, explain: bool, refuse
 def _most_common(result: Winners, usable: float, top: int) -> Winners:
     """The same, but of candidates that are as fast as the fastest within the error, the most common first."""
     space, fastest = result.space, result.best[0]
-    same = as_fast(result.found.blocks, fastest.seconds, usable, space.cluster, space.workload.seq, space.model.layers)
+    same = as_fast(result.found.blocks, fastest.seconds, usable, space.cluster, space.workload.seq)
     fitting = (one.place for one in same if result.exact.total(one.place.layout, usable) <= usable)
     best = price_places(space, list(islice(fitting, top)), result.pricing, result.exact)
     known = {one.layout for one in best}

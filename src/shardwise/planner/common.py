@@ -34,13 +34,13 @@ DEEP = 16
 """Pipeline ranks of the deepest published runs."""
 
 
-def unusual(frame: LayoutColumns, cluster: Cluster, seq: int, layers: int) -> Any:
+def unusual(frame: LayoutColumns, cluster: Cluster, seq: int) -> Any:
     """How unusual each candidate of a frame is, an array of its shape: about one for each choice that few runs make."""
     rows = np.array([_cut(row, frame.tp, seq) for row in frame.rows])
     shardings = np.array([_sharded(sharding, frame) for sharding in frame.shardings])
-    orders = np.array([_scheduled(order, frame.pp, layers) for order in frame.orders])
+    orders = np.array([_scheduled(order, frame) for order in frame.orders])
     of_all = 8.0 * (frame.tp > cluster.devices_per_node) + 4.0 * (frame.homes.layout.offload_home != "none")
-    of_all += 0.5 * (frame.ends != EVEN) + max(0.0, float(np.log2(frame.pp / DEEP)))
+    of_all += max(0.0, float(np.log2(frame.pp / DEEP)))
     return of_all + rows[:, None, None] + shardings[None, :, None] + orders[None, None, :]
 
 
@@ -56,15 +56,15 @@ def _sharded(sharding: ZeroChoice, frame: LayoutColumns) -> float:
     return partly + piped + 2.0 * (sharding.copied > 0) + 0.5 * (sharding.zero == 0 and frame.data > 1)
 
 
-def _scheduled(order: ScheduleChoice, pp: int, layers: int) -> float:
-    if pp == 1:
+def _scheduled(order: ScheduleChoice, frame: LayoutColumns) -> float:
+    if frame.pp == 1:
         return 0.0
-    uneven = 1.0 * (layers % (pp * order.virtual) > 0)
+    stages = frame.pp * order.virtual
+    uneven = 1.0 * (frame.blocks % stages > 0 or frame.ends != EVEN) + 0.5 * (stages > frame.blocks)
     return uneven + 0.25 * float(np.log2(order.virtual)) + 3.0 * (order.schedule not in ("1f1b", "interleaved"))
 
 
-def as_fast(blocks: Sequence[Block], fastest: float, usable: float, cluster: Cluster, seq: int, layers: int
-            ) -> list[Candidate]:  # fmt: skip
+def as_fast(blocks: Sequence[Block], fastest: float, usable: float, cluster: Cluster, seq: int) -> list[Candidate]:
     """Candidates that may fit and are as fast as `fastest` seconds within the error, the most common first. Bytes are
     lower bounds."""
     found: list[tuple[float, Candidate]] = []
@@ -74,7 +74,7 @@ def as_fast(blocks: Sequence[Block], fastest: float, usable: float, cluster: Clu
         there = (block.seconds <= fastest * (1 + SAME)) & (block.nbytes <= usable)
         if not there.any():
             continue
-        scores = np.broadcast_to(unusual(block.frame, cluster, seq, layers), there.shape)
+        scores = np.broadcast_to(unusual(block.frame, cluster, seq), there.shape)
         for at in np.flatnonzero(there.ravel()).tolist():
             one = Candidate(float(block.seconds.flat[at]), float(block.nbytes.flat[at]), block.place(at))
             found.append((float(scores.flat[at]), one))
