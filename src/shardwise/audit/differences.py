@@ -113,6 +113,13 @@ class _Program:
         before = (entry for entry in every if (entry.where, entry.op) == (call.where, call.op))
         return all((entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before)
 
+    def repeats(self, rank: int) -> bool:
+        """Whether a rank's messages since its last optimizer step are those that one of its steps before began with."""
+        tokens = [p.token for p in self.whole[rank] if p.call is None or p.call.op in MESSAGES]
+        marks = [index for index, token in enumerate(tokens) if token == _STEP.token]
+        here = tokens[marks[-1] :]
+        return any(tokens[mark : mark + len(here)] == here for mark in marks[:-1])
+
     def usual(self, rank: int, index: int) -> int:
         """How many calls before this one also came before one like it, elsewhere."""
         places = self.whole[rank]
@@ -232,8 +239,8 @@ class _Parting:
             rank: _with_steps(calls, steps[rank]) if marked else [_Place(signature_of(call), call) for call in calls]
             for rank, calls in candidate.calls.items()
         }
-        messages = any(call.op in MESSAGES for some in candidate.calls.values() for call in some)
-        self.see: Callable[[CallSignature], CallSignature] = both_ends if messages else lambda token: token
+        self.messages = any(call.op in MESSAGES for some in candidate.calls.values() for call in some)
+        self.see: Callable[[CallSignature], CallSignature] = both_ends if self.messages else lambda token: token
         self.index = self._diverged()
         self.places = {rank: next(iter(some[self.index :]), None) for rank, some in self.sequences.items()}
         """What every rank did there; None at its end."""
@@ -298,7 +305,7 @@ class _Parting:
         minority = [rank for some in classes[:-1] for rank in some]
         if len(minority) * 2 < len(self.sequences):
             return minority, True
-        if odd := self._by_count():
+        if odd := self._by_count() or self._new_order():
             return odd, True
         scores = {tuple(some): max(map(self._habit, some)) for some in classes}
         best = max(scores.values())
@@ -343,6 +350,15 @@ class _Parting:
                     more |= {rank} if here.count(token) > due and later else set()
         odd = less or more
         return sorted(odd) if len(odd) < len(self.sequences) else []
+
+    def _new_order(self) -> list[int]:
+        """Of two ranks that wait in messages the one whose step has not begun like one of its steps before."""
+        calls = self.made.values()
+        if not self.messages or any(call is None or call.state == "completed" for call in calls):
+            return []
+        odd = [rank for rank in self.made if not self.program.repeats(rank)]
+        new = any(call is not None and self.program.first(call) for call in calls)
+        return odd if len(odd) < len(self.made) and not new else []
 
     def _habit(self, rank: int) -> int:
         """How usual what a rank did here is, after what it did before."""
