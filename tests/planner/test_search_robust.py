@@ -19,10 +19,11 @@ from shardwise.model.catalog import get
 from shardwise.model.config import Experts, LatentAttention
 from shardwise.planner import Space, plan, price_one, search
 from shardwise.planner.bounds import MemoryBound
-from shardwise.planner.exact import ExactMemory
+from shardwise.planner.exact import ExactMemory, rank_plan
 from shardwise.planner.runnable import OWN
 from shardwise.planner.shortfall import usable_bytes
 from shardwise.planner.space import EVEN, weighed
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.time import ENGINES, Pricing, engine
 
 EXAMPLES = 10_000 if EVERYTHING else 80
@@ -203,6 +204,8 @@ def test_the_bound_is_never_above_the_bytes(case, text):
         return
     bound = MemoryBound(model, workload, "sdpa", exact.backend).total(frame)
     assert float(bound.max()) <= exact.total(layout)
+    ranks = (rank_plan(model, layout, workload, place, exact.backend) for place in range(layout.pp))
+    assert exact.of(layout).bytes.total == max(predict_bytes(rank).total for rank in ranks)
 
 
 PLANS = (
