@@ -237,10 +237,10 @@ class MemoryBound:
         """At least the bytes of each candidate's fullest rank, an array of the frame's shape."""
         self.add([frame])
         # The frame with those rows only that differ in memory, and which of them stands for each row.
-        first: dict[Any, int] = {}
-        where = [first.setdefault(self._alike(row), len(first)) for row in frame.rows]
-        rows = tuple(frame.rows[where.index(at)] for at in range(len(first)))
-        few, row = replace(frame, rows=rows), where
+        kinds: dict[Any, int] = {}
+        row = [kinds.setdefault(self._alike(each), len(kinds)) for each in frame.rows]
+        standing = dict(zip(reversed(row), reversed(frame.rows), strict=True))
+        few = replace(frame, rows=tuple(standing[kind] for kind in range(len(kinds))))
         at = [self._places[self._key(few, each)] for each in few.rows]
         micro = MicroBatchBytes(*self._table[:, at, None, None])
         schedules, units = {order.schedule for order in few.orders}, self._units(few.tp)

@@ -36,6 +36,8 @@ from shardwise.schedule.pipeline.plan import BARE_ENDS, StageLayers
 RECOMPUTE = ("none", "selective", "full")
 EVEN = 0, 0
 """What the ends of even stages count as."""
+MOST_CHUNKS = 8
+"""Most chunks a rank of stages that are neither even nor have the embedding and the head alone."""
 LIGHTER = 0.97
 """Work of the busiest rank, over that of even stages, from which on other stages are tried."""
 
@@ -384,7 +386,7 @@ class Space:
         if stages > layers:
             bare = self.features.bare_ends and not self.model.experts
             return bare and ends == (1, 1) and stages == layers + BARE_ENDS
-        return self.features.listed and chunk >= max(ends) + (virtual == 1)
+        return self.features.listed and virtual <= MOST_CHUNKS and chunk >= max(ends) + (virtual == 1)
 
     def _busiest(self, pp: int, virtual: int, ends: tuple[int, int]) -> float:
         """Work of the busiest rank, in blocks."""
