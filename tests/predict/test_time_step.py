@@ -15,7 +15,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
 from shardwise.planner.pricing import Prices, price_all, price_one
-from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice, held_by
+from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
 from shardwise.predict import estimate
 from shardwise.predict.fixing import SCHEDULES
 from shardwise.predict.step_seconds import StepTiming, step_seconds
@@ -33,6 +33,7 @@ from shardwise.predict.time import (
 from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.network import _worth_asking
 from shardwise.predict.time.pieces import Pieces, pieces, total
+from shardwise.predict.time.split import held_of
 from shardwise.predict.time.step import bubble_share, link_seconds
 from shardwise.schedule.choose import pricer
 from shardwise.schedule.pipeline import build, find
@@ -513,7 +514,7 @@ CHOSEN_STAGES = (
 @pytest.mark.parametrize(("schedule", "stages"), CHOSEN_STAGES)
 def test_chosen_stages_take_what_their_schedule_takes(schedule: str, stages: tuple[int, ...]) -> None:
     pricing, software = Pricing(Cluster.parse("4xH100")), replace(engine("megatron-core"), graphs=True)
-    virtual, held = max(1, len(stages) // 4), held_by(stages, 4) if stages else ()
+    virtual, held = max(1, len(stages) // 4), held_of(stages, 4) if stages else None
     split = StepShape(2048, micro_batches=8, pp=4, virtual=virtual, schedule=schedule, held=held)
     found, layers = pieces(LLAMA, split, software, pricing), stages or (8,) * 4
     one, loss, first = (float(total(part, "host")) for part in (found.block, found.last, found.first))

@@ -186,6 +186,12 @@ def places(model: Model, held: Sequence[int], schedule: str = "") -> list[int]:
     return sorted(found)
 
 
+def all_places(model: Model, frame: LayoutColumns) -> list[int]:
+    """`places` of all orders of a frame."""
+    schedule = "zb-h1" if any(order.schedule == "zb-h1" for order in frame.orders) else "1f1b"
+    return sorted({place for held in set(frame.held) for place in places(model, held, schedule)})
+
+
 def state_floor(space: Space) -> float:
     """Bytes below which no candidate's fullest device is, without a search: weights, gradients and optimizer state of
     all parameters, spread evenly over all devices. Of frozen parameters weights alone; 0 where state may be off the
@@ -243,16 +249,16 @@ class MemoryBound:
         few = replace(frame, rows=tuple(standing[kind] for kind in range(len(kinds))))
         at = [self._places[self._key(few, each)] for each in few.rows]
         micro = MicroBatchBytes(*self._table[:, at, None, None])
-        schedules, units = {order.schedule for order in few.orders}, self._units(few.tp)
+        units = self._units(few.tp)
         ranks = (
             RankBound(self.model, few, place, units, micro, self.backend, self.workload.optimizer).total()
-            for place in places(self.model, few.held, "zb-h1" if "zb-h1" in schedules else "1f1b")
+            for place in all_places(self.model, few)
             # With no more blocks than the first, the second of several has fewer micro-batches: hardly ever more bytes.
             if place != 1
             or few.pp == 2
             or self.model.experts
             or self.model.full_attention_every
-            or few.held[1] > few.held[0]
+            or any(held[1] > held[0] for held in few.held)
         )
         return np.broadcast_to(reduce(np.maximum, ranks), few.shape)[row]
 

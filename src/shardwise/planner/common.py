@@ -60,7 +60,7 @@ def _scheduled(order: ScheduleChoice, frame: LayoutColumns) -> float:
     if frame.pp == 1:
         return 0.0
     stages = frame.pp * order.virtual
-    uneven = 1.0 * (frame.blocks % stages > 0 or frame.ends != EVEN) + 0.5 * (stages > frame.blocks)
+    uneven = 1.0 * (frame.blocks % stages > 0 or order.ends != EVEN) + 0.5 * (stages > frame.blocks)
     return uneven + 0.25 * float(np.log2(order.virtual)) + 3.0 * (order.schedule not in ("1f1b", "interleaved"))
 
 

@@ -19,7 +19,7 @@ from shardwise.layout.unit import Backend
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
-from shardwise.planner.bounds import places
+from shardwise.planner.bounds import all_places, places
 from shardwise.planner.space import BatchChoice, LayoutColumns, held_by
 from shardwise.predict.memory.engine_bytes import (
     EngineRank,
@@ -149,7 +149,7 @@ class EngineBound:
         columns = zip(*(self._row(frame.tp, frame.ep, row) for row in frame.rows), strict=True)
         micro = MicroBatchNumbers(*(np.array(column)[:, None, None] for column in columns))
         most = np.zeros(frame.shape)
-        for place in places(self.model, frame.held, "1f1b"):
+        for place in all_places(self.model, frame):
             for numbers, orders in self._sorts(frame, place):
                 peak = self._rank(frame, place, numbers, orders, micro).total().peak
                 most[:, :, orders] = np.maximum(most[:, :, orders], peak)
@@ -159,7 +159,7 @@ class EngineBound:
         sorts: dict[Any, list[int]] = {}
         numbers = []
         for index, order in enumerate(frame.orders):
-            numbers.append(rank_numbers(self.model, frame.tp, frame.ep, frame.stages(order.virtual), frame.pp, place))
+            numbers.append(rank_numbers(self.model, frame.tp, frame.ep, frame.stages(order), frame.pp, place))
             sorts.setdefault((numbers[-1].blocks, numbers[-1].experts), []).append(index)
         yield from (([numbers[index] for index in of], of) for of in sorts.values())
 

@@ -231,7 +231,7 @@ class Prices:
             micro_batches=np.array(frame.counts)[:, None, None],
             tp=frame.tp,
             pp=frame.pp,
-            held=frame.held if frame.pp > 1 else (),
+            held=tuple(np.array([(max(held[:-1]), held[-1]) for held in frame.held]).T) if frame.pp > 1 else None,
             dp=frame.data // frame.columns["cp"],
             ep=frame.ep,
             offload=homes.offload_home,

@@ -25,6 +25,7 @@ from shardwise.model.parameters import blueprint
 from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
 from shardwise.planner.space import LayoutColumns
 from shardwise.predict.memory.step import state_bytes
+from shardwise.predict.time.step import narrow
 from shardwise.report.step_report import DTYPE_BYTES
 
 
@@ -120,7 +121,7 @@ class RankBound:
     ) -> None:  # fmt: skip
         self.frame, self.place, self.micro, self.backend = frame, place, micro, backend
         self.state_bytes = state_bytes("bf16", optimizer)
-        self.layers = frame.held[place]
+        self.layers: Num = narrow(np.array([held[place] for held in frame.held]))
         homes = frame.homes.layout
         self.offload_home, self.fraction = homes.offload_home, homes.offload_fraction
         self.on_host = homes.offload_home != "none"
@@ -153,8 +154,9 @@ class RankBound:
             + ((MIDDLE,) if max(order.virtual for order in frame.orders) > 1 or not (first or last) else ())
         )  # fmt: skip
         # Several chunks are as large, but for what the ends count as.
-        less = {FIRST: frame.ends[0], LAST: frame.ends[1], WHOLE: 0, MIDDLE: 0}
-        chunk = (model.layers + sum(frame.ends)) / (frame.pp * self.virtual)
+        entry, exit = np.array([order.ends for order in frame.orders]).T
+        less = {FIRST: entry, LAST: exit, WHOLE: 0, MIDDLE: 0}
+        chunk = (model.layers + entry + exit) / (frame.pp * self.virtual)
         self.blocks = {kind: np.where(self.virtual == 1, self.layers, chunk - less[kind]) for kind in self.kinds}
         delayed = np.array([order.schedule == "zb-h1" for order in frame.orders])
         early = np.array([_early(row.recompute) and not self.frozen for row in frame.rows])[:, None, None]
@@ -187,7 +189,7 @@ class RankBound:
             return MASTER
         return WEIGHT if self.frame.homes.offload_params == "none" else 0
 
-    def _updated_here(self, shard: Num, units: int) -> Num:
+    def _updated_here(self, shard: Num, units: Num) -> Num:
         """At least the elements of `units` units whose optimizer state is on the device: of each unit, the part that is
         not is rounded up."""
         if self.offload_home == "none":
@@ -319,13 +321,13 @@ def _most(numbers: Iterable[Num]) -> Num:
     return most
 
 
-def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, layers: int) -> tuple[Any, Any, Num]:
+def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, layers: Num) -> tuple[Any, Any, Num]:
     """Elements of one of the `layers` blocks of a pipeline's rank, whole and one rank's shard of it, arrays of
     shardings x orders: the mean, and the smallest block's; and the elements of experts that no other rank holds.
     Experts have other ranks to be sharded over."""
     stage, ranks = frame.columns["zero"][0], frame.columns["shard"][0]
     same = np.where(stage > 0, frame.expert_replicas, 1)
-    dense = np.array([elements.dense_blocks(frame.stages(o.virtual), frame.pp, place) for o in frame.orders])
+    dense = np.array([elements.dense_blocks(frame.stages(o), frame.pp, place) for o in frame.orders])
     own, experts = elements.routed(frame.expert_tp)
 
     def whole_and_shard(*parts: tuple[int, Num]) -> tuple[Num, Num]:

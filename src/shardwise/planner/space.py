@@ -5,7 +5,7 @@ come in frames that share a mesh; inside a frame every entry of one list goes wi
 frame is a grid of arrays and never a list of layouts. `Space` defines exactly what is in it (docs/planner.md).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -81,10 +81,12 @@ ON_DEVICE = Homes()
 
 
 class ScheduleChoice(NamedTuple):
-    """A pipeline schedule and its chunks per rank."""
+    """A pipeline schedule, its chunks per rank, and the blocks that the embedding and the head count as where stages
+    are cut (`StageLayers.weighed`)."""
 
     schedule: str
     virtual: int
+    ends: tuple[int, int] = EVEN
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,6 @@ class LayoutColumns:
     shardings: tuple[ZeroChoice, ...]
     orders: tuple[ScheduleChoice, ...]
     ep: int = 1
-    ends: tuple[int, int] = EVEN
-    """Blocks that the embedding and the head count as where the stages are cut (`StageLayers.weighed`)."""
     homes: Homes = ON_DEVICE
 
     @property
@@ -130,12 +130,15 @@ class LayoutColumns:
             )
             for axis, (kind, choices) in enumerate(lists)
             for name in kind._fields
+            if name != "ends"
         }
 
     @cached_property
     def possible(self) -> tuple[tuple[bool, ...], ...]:
         """For each row and order, whether the schedule is for that many micro-batches, and has closed forms there."""
-        of = {m: tuple(in_closed_form(*order, self.pp, m) for order in self.orders) for m in set(self.counts)}
+        of = {
+            m: tuple(in_closed_form(o.schedule, o.virtual, self.pp, m) for o in self.orders) for m in set(self.counts)
+        }
         return tuple(of[m] for m in self.counts)
 
     @cached_property
@@ -152,19 +155,20 @@ class LayoutColumns:
         """Shape of arrays over its candidates: rows, shardings, orders."""
         return len(self.rows), len(self.shardings), len(self.orders)
 
-    def stages(self, virtual: int) -> tuple[int, ...]:
+    def stages(self, order: ScheduleChoice) -> tuple[int, ...]:
         """Blocks by stage."""
-        return weighed(self.blocks, self.pp * virtual, self.ends)
+        return weighed(self.blocks, self.pp * order.virtual, order.ends)
 
     @cached_property
-    def held(self) -> tuple[int, ...]:
-        """Blocks by rank of the pipeline, whatever the order."""
-        return held_by(self.stages(self.orders[0].virtual), self.pp)
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks by rank of the pipeline, for each order."""
+        return tuple(held_by(self.stages(order), self.pp) for order in self.orders)
 
     def layout(self, row: BatchChoice, sharding: ZeroChoice, order: ScheduleChoice) -> Layout:
         keys = row._asdict() | sharding._asdict() | order._asdict() | self.homes._asdict()
+        del keys["ends"]
         keys["shard"] *= sharding.zero > 0 and self.data > 1
-        if (stages := self.stages(order.virtual)) != weighed(self.blocks, len(stages), EVEN):
+        if (stages := self.stages(order)) != weighed(self.blocks, len(stages), EVEN):
             keys["stages"] = stages
         return Layout(dp=self.data // row.cp, tp=self.tp, pp=self.pp, ep=self.ep, attention=self.attention, **keys)
 
@@ -175,7 +179,8 @@ def weighed(blocks: int, stages: int, ends: tuple[int, int]) -> tuple[int, ...]:
     return StageLayers.weighed(blocks, stages, ends).layers
 
 
-def held_by(stages: Sequence[int], pp: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def held_by(stages: tuple[int, ...], pp: int) -> tuple[int, ...]:
     """Blocks by rank of a pipeline, from those by stage."""
     return tuple(sum(stages[rank::pp]) for rank in range(pp))
 
@@ -267,13 +272,12 @@ class Space:
         for tp, pp, cp, dp in self.meshes(self.cluster.devices):
             rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, pp, cp, dp))
         for (tp, pp, data), of in rows.items():
-            orders = self._orders_by_ends(pp)
-            for ep, (ends, mine) in product(self._expert_degrees(tp, data), orders.items()):
-                shardings = tuple(self._shardings(tp, data, pp))
+            orders, shardings = tuple(self._orders(pp)), tuple(self._shardings(tp, data, pp))
+            for ep in self._expert_degrees(tp, data):
                 known = tuple(row for row in of if self._known(row, ep, tp))
                 yield LayoutColumns(
                     tp, pp, data, self.attention, self.workload.batch, self.model.layers, known, shardings,
-                    tuple(mine), ep, ends, self.homes,
+                    orders, ep, self.homes,
                 )  # fmt: skip
 
     def _known(self, row: BatchChoice, ep: int, tp: int) -> bool:
@@ -341,18 +345,14 @@ class Space:
         inside = [n for n in divisors(ranks)[1:-1] if n <= near]
         return (0, inside[-1]) if inside else (0,)
 
-    def _orders_by_ends(self, pp: int) -> dict[tuple[int, int], list[ScheduleChoice]]:
-        """What the ends may count as -> the orders of stages that are cut so."""
-        found: dict[tuple[int, int], list[ScheduleChoice]] = {}
+    def _orders(self, pp: int) -> Iterator[ScheduleChoice]:
         for schedule in self.features.schedules if pp > 1 else ("1f1b",):
             if pp > 1 and self.model.lora and splits_backward(schedule):
                 continue
             several = pp > 1 and find(schedule).virtual > 1
             for virtual in range(2, (self.model.layers + BARE_ENDS) // pp + 1) if several else (1,):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
-                    for ends in self._ends(pp, virtual):
-                        found.setdefault(ends, []).append(ScheduleChoice(schedule, virtual))
-        return found
+                    yield from (ScheduleChoice(schedule, virtual, ends) for ends in self._ends(pp, virtual))
 
     def _ends(self, pp: int, virtual: int) -> Iterator[tuple[int, int]]:
         """Blocks that the embedding and the head may count as. Several chunks a rank are as large. Beside even

@@ -14,6 +14,13 @@ from shardwise.layout.keys import APART, KEYS
 from shardwise.layout.optimizers import DEFAULT, widens_gradients
 from shardwise.records import dataclass
 
+
+def held_of(stages: tuple[int, ...], pp: int) -> tuple[int, int]:
+    """Layers of the pipeline rank that has the most of all but the last, and of the last one."""
+    *others, last = (sum(stages[rank::pp]) for rank in range(pp))
+    return max(others), last
+
+
 CUTS_OF_STAGES = ("pp", "virtual")
 """Keys of a split that the number of blocks of a stage depends on."""
 
@@ -23,7 +30,7 @@ class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
     qgz: weights and gradients go packed, in all splits of a call; feedback: with the errors of packed gradients;
-    schedule: the pipeline's, one of `SCHEDULES`; held: layers by rank, none for even stages; dtype: of the
+    schedule: the pipeline's, one of `SCHEDULES`; held: as of `layers_held`, None for even stages; dtype: of the
     matrix products. offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which
     may be arrays; offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a
     micro-batch and copies to the host and back; wide_gradients: accumulated in fp32 even of one micro-batch."""
@@ -53,7 +60,7 @@ class StepShape:
     saved_bytes: Num = 0.0
     wide_gradients: bool = False
     schedule: str = "1f1b"
-    held: tuple[int, ...] = ()
+    held: tuple[Num, Num] | None = None
     dtype: str = "bfloat16"
     optimizer: str = DEFAULT
     """One of `OPTIMIZERS`."""
@@ -92,9 +99,8 @@ class StepShape:
 
     def layers_held(self, layers: int) -> tuple[Num, Num]:
         """Layers of the pipeline rank that has the most, and of the last one, which has the head (`StageLayers`)."""
-        if self.held:
-            *others, last = self.held
-            return max(others), last
+        if self.held is not None:
+            return self.held
         return np.ceil(layers / np.asarray(self.pp)), layers // np.asarray(self.pp)
 
     @property
@@ -140,7 +146,7 @@ class StepShape:
         return cls(
             **keys | {"offload": layout.offload_home},
             seq=workload.seq,
-            held=tuple(sum(layout.stages[rank :: layout.pp]) for rank in range(layout.pp)) if layout.stages else (),
+            held=held_of(layout.stages, layout.pp) if layout.stages else None,
             micro_batches=workload.micro_batches(layout),
             offloaded=layout.offload_fraction,
             wide_gradients=layout.grads == "fp32",

@@ -146,7 +146,7 @@ class PricedStep:
     def _stages(self) -> tuple[Parts, Num]:
         """One micro-batch on the stage that takes longest, by part; and the seconds in which it has nothing to do."""
         model, split, found = self.model, self.split, self.found
-        most, with_head = map(_narrow, split.layers_held(model.layers))
+        most, with_head = map(narrow, split.layers_held(model.layers))
         per_block = found.block | {"data": self._sharded(total(found.block, "host"))}
         per_block["gradients"], of_table = self._added()
         summed = "tensor" if "tensor" in per_block else "matmul"  # where kinds are joined
@@ -290,7 +290,7 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
     return np.where(holds, share, 1.0)
 
 
-def _narrow(array: Num) -> Num:
+def narrow(array: Num) -> Num:
     """One number where all are equal: what is computed from it need not be as large."""
     array = np.asarray(array)
     return array.flat[0] if array.size and (array == array.flat[0]).all() else array
