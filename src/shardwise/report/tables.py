@@ -51,8 +51,7 @@ def memory_bar(held: Bytes) -> Bar:
 
 def time_bar(parts: Mapping[str, float]) -> Bar:
     """Seconds of a step by part, for a notebook."""
-    words = {words: parts[name] for name, words in time_parts.STEP.items() if parts.get(name)}
-    return "time of one step", words, format_time
+    return "time of one step", time_parts.in_words(parts, time_parts.STEP), format_time
 
 
 def _add_role_memory(table: FittedTable, role: Role, longest: int, room: DeviceRoom | None) -> None:

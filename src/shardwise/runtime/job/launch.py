@@ -333,7 +333,9 @@ class _Crew:
                 hung = self._hung(*stuck)
                 return replace(hung, code=128 + number, line=f"stopped, without saving: {hung.line}")
             time.sleep(_POLL)
-        if self._broke_off():
+        # A rank that SIGTERM ended did not listen yet and had nothing to lose; that others miss it is no failure.
+        codes = self._codes()
+        if -signal.SIGTERM not in codes and any(code not in (None, 0, INTERRUPTED) for code in codes):
             failed = self._failed()
             if failed.code in (USER_MISTAKE, DIVERGED):
                 return failed
@@ -342,15 +344,6 @@ class _Crew:
         whose = f"all {self.size} ranks have" if self.size > 1 else "the rank has"
         line = f"stopped by {signal.Signals(number).name}: {whose} ended"
         return Ending(128 + number, line)
-
-    def _broke_off(self) -> bool:
-        """Whether a rank failed instead of ending as it was told.
-
-        Whoever SIGTERM ended did not listen yet, and had done nothing that could be lost; that others then miss it is
-        no failure.
-        """
-        codes = self._codes()
-        return -signal.SIGTERM not in codes and any(code not in (None, 0, INTERRUPTED) for code in codes)
 
     def _stuck(self, started: float) -> tuple[int, str] | None:
         """(rank, line about it) when one makes no progress."""

@@ -135,7 +135,9 @@ def guarded(work: Callable[[], object], keep: Callable[[], object] = lambda: Non
             _report(launch.Failure("user", number(), None, line))
             return launch.USER_MISTAKE
         kind: Literal["peer", "error"] = "peer" if launch.lost_a_peer(error) else "error"
-        _report(launch.Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
+        name = type(error).__name__
+        line = f"{name}: {launch.reason(error)}" if str(error).strip() else name
+        _report(launch.Failure(kind, number(), getattr(error, "step", None), line))
         keep()
         return launch.RANK_FAILED
 
@@ -159,10 +161,6 @@ def number() -> int:
 
 def local_number() -> int:
     return int(os.environ.get("LOCAL_RANK", number()))
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {launch.reason(error)}" if str(error).strip() else type(error).__name__
 
 
 def _report(failure: launch.Failure) -> None:

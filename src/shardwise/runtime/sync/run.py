@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint
-from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.decoder import Batch
 from shardwise.layout import unit_plan
 from shardwise.layout.axes import REPLICA
@@ -215,7 +214,7 @@ class ServerRun(ServedRun):
         manifest = Checkpoint.open(checkpoint).manifest
         return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
 
-    def _start_from(self, weights: HuggingFaceWeights) -> None:
+    def start_from_weights(self) -> None:
         """No-op: workers hand them over."""
 
     def _begin(self) -> None:

@@ -162,7 +162,7 @@ class StageLayers:
         return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
 
     @classmethod
-    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> Self:
+    def parse(cls, text: str, stages: int, layers: int | None = None) -> Self:
         """From 21/20/20/19: one number for each of `stages` stages, which add up to `layers` where these are known.
 
         Raises `UserError` with what would be right.
@@ -176,7 +176,7 @@ class StageLayers:
         if layers is not None and sum(found) != layers:
             example = cls.even(layers, stages)
             raise UserError(f"stages={text}: the layers add up to {sum(found)}, not {layers}; such as stages={example}")
-        return cls(found, tied)
+        return cls(found)
 
     def __str__(self) -> str:
         return "/".join(map(str, self.layers))
@@ -184,9 +184,8 @@ class StageLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def shares(self, embedding: float = 0, head: float = 0) -> tuple[float, ...]:
-        """Share of the model's work of each stage. embedding, head: their work in blocks."""
+    def shares(self, head: float = 0) -> tuple[float, ...]:
+        """Share of the model's work of each stage. head: its work in blocks."""
         work: list[float] = list(self.layers)
-        work[0] += embedding
         work[-1] += head
         return tuple(each / sum(work) for each in work)

@@ -128,8 +128,12 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     if found := loads(events):
         tables["loads"], more["loads"] = loads_table(found), found
         how |= dict.fromkeys(("experts", "loads"), how_loads(_follow(here)))
-    reports, recorded = _reports(here), here.timelines()
-    shown = _shown(name, recorded, number)
+    files = {name: here.report(name) for name in ("predicted", "measured")}
+    reports = {name: StepReport.read(file) for name, file in files.items() if file.is_file()}
+    recorded = here.timelines()
+    if number and number not in recorded:
+        raise UserError(f"step={number}: {name} has recorded {', '.join(map(str, recorded)) or 'no step'}")
+    shown = recorded[number] if number else next(iter(recorded.values()), None)
     query.state["step"] = shown.step if shown else 0
     if drawn := _timeline(here, reports.get("measured"), shown):
         timeline, how["timeline"], more["timeline_of"] = drawn
@@ -167,13 +171,6 @@ def data(params: Mapping[str, str], runs: Path) -> View:
 
 def _choices(names: list[str], name: str, recorded: Mapping[int, RankTimelines]) -> dict[str, list[Any]]:
     return {"run": names, "step": list(recorded) or [0], "against": [PLAN, *(each for each in names if each != name)]}
-
-
-def _shown(name: str, recorded: Mapping[int, RankTimelines], number: int) -> RankTimelines | None:
-    """The recorded step with a number, or the first one for 0. Raises `UserError` where it is none of them."""
-    if number and number not in recorded:
-        raise UserError(f"step={number}: {name} has recorded {', '.join(map(str, recorded)) or 'no step'}")
-    return recorded[number] if number else next(iter(recorded.values()), None)
 
 
 def _agreement(both: ReportComparison) -> dict[str, Any]:
@@ -236,11 +233,6 @@ def _events(here: RunDirectory, after: int) -> tuple[list[dict[str, Any]], int]:
         results.append(event)
         after = cursor
     return results, after
-
-
-def _reports(here: RunDirectory) -> dict[str, StepReport]:
-    there = (name for name in ("predicted", "measured") if here.report(name).is_file())
-    return {name: StepReport.read(here.report(name)) for name in there}
 
 
 def _event_tables(run_events: list[dict[str, Any]]) -> dict[str, Table]:
