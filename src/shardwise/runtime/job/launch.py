@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import DivergedError, UserError
+from shardwise.report.files import write_whole
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.hosts import PORT, HostFile, Placement
 from shardwise.runtime.job.locks import temporary_folder
@@ -68,9 +69,7 @@ class Failure:
     time: float = field(default_factory=time.time)
 
     def write(self, path: Path) -> None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(path)
+        write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "Failure | None":

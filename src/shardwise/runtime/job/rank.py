@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardwise.codec import Json
 from shardwise.errors import DivergedError, UserError, file_limit, os_errors
+from shardwise.report.files import write_whole
 from shardwise.runtime.job import launch
 from shardwise.runtime.job.output import say
 
@@ -47,9 +48,7 @@ class RankJob(Json):
 
     def leave(self, result: Any) -> None:
         """Write what was found to `out`, whole or not at all."""
-        partial = Path(f"{self.out}.partial")
-        partial.write_text(json.dumps(result))
-        partial.replace(self.out)
+        write_whole(Path(self.out), json.dumps(result))
 
 
 T = TypeVar("T")
