@@ -144,7 +144,7 @@ def data(params: Mapping[str, str]) -> View:
 
 def _tables(one: _Computed) -> dict[str, Table]:
     it = one.it
-    parts = [(str(each.layout), each.middle.parts) for each in one.ones]
+    parts = [(str(item.layout), item.middle.parts) for item in one.ones]
     return {
         "compared": _compared(one.ones, it.request),
         "race": _raced(one.ones, it.request),
@@ -167,7 +167,7 @@ def _hows(one: _Computed) -> dict[str, How]:
     usual_link = it.cluster == Cluster.parse(str(it.state["cluster"]))  # which `estimate` has no option for
     trains = command_line(*training_command(it.words, one.steps[-1])) if usual_link else ""
     zero = command_line("estimate", "--params", count(it.model), "--zero-table", it.state["gpus"])
-    timed = [(each.layout, each.middle) for each in one.ones]
+    timed = [(item.layout, item.middle) for item in one.ones]
     sums = [f"{layout}: {time_parts.as_sum(time.parts, time_parts.TOKEN, time.seconds)}" for layout, time in timed]
     return {
         "compared": _how_compared(one.ones, it.model, it.request, it.command),
