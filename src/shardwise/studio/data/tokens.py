@@ -122,7 +122,9 @@ def data(params: Mapping[str, str]) -> View:
     model, cluster, layouts = it.model, it.cluster, it.layouts
     comparison = compare(model, layouts, cluster, it.request)
     steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), it.request.seq)
-    ways = [_way(model, layout, cluster, it.request) for layout in layouts]
+    strategies = [_strategy(model, layout, cluster) for layout in layouts]
+    half = it.request.prompt + it.request.output / 2
+    ways = [decode_ops.way(one, it.request.batch, half) for one in strategies]
     inside = [tokens_layer.steps(model, *item, it.request.batch) for item in zip(layouts, ways, strict=True)]
     held = [tokens_holdings.pieces(model, layout) for layout in layouts]
     computed = _Computed(
@@ -137,7 +139,7 @@ def data(params: Mapping[str, str]) -> View:
         ways,
         tokens_product.product(model, layouts, inside),
         tokens_layer.clock(model, layouts, ways),
-        flip_table([_strategy(model, layout, cluster) for layout in layouts]),
+        flip_table(strategies),
     )
     return View(it.state, it.choices, _tables(computed), _hows(computed), _more(computed))
 
@@ -340,10 +342,6 @@ def _command(words: list[Any], layouts: list[Layout], request: Asked) -> str:
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStrategy:
     return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
-
-
-def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
-    return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
 
 
 @lru_cache(maxsize=64)
