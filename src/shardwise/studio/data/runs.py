@@ -117,7 +117,8 @@ def _changed(path: Path) -> float:
 
 
 def data(params: Mapping[str, str], runs: Path) -> View:
-    """One run: its steps so far, and where it has them its measured step beside the predicted one."""
+    """One run: its steps so far, and where it has them its measured step beside the predicted one. Raises `UserError`
+    for a step that it has not recorded."""
     query = Query(params)
     names = listed(runs)
     name = query.text("run", _usual(runs, names))
