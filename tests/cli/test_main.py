@@ -16,8 +16,8 @@ from harness import forked
 from harness.cases import from_table
 from harness.command_line import mistake
 from shardwise.api import TrainResult
-from shardwise.cli.estimate import parameters_of
 from shardwise.cli.main import COMMANDS
+from shardwise.cli.quantities import count_of
 from shardwise.errors import UserError
 from shardwise.model import catalog
 from shardwise.model.changes import change
@@ -255,7 +255,7 @@ class TestEstimate:
 
     @pytest.mark.parametrize(("text", "params"), [("7e9", 7e9), ("7B", 7e9), ("350m", 350e6), ("1.5T", 1.5e12)])
     def test_numbers_of_parameters(self, text, params):
-        assert parameters_of("--params", text) == params
+        assert count_of("parameters", "--params", text) == params
 
 
 class TestSet:

@@ -69,8 +69,10 @@ class _Scoring(TokenGenerator):
 
     seen: Seen
 
-    def rows(self, turn: EngineStep, *, score: bool = False) -> Rows:
-        return super().rows(turn, score=True)
+    def rows(self, turn: EngineStep) -> Rows:
+        rows = super().rows(turn)
+        rows.wanted = None
+        return rows
 
     def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
         y = super().forward(turn, rows, x)

@@ -125,7 +125,7 @@ def test_shares_that_do_not_fit_this_machine_are_rejected(monkeypatch):
 
 
 def transport(seconds: float, background: bool = False, place: int = 1) -> WaitTransport:
-    return WaitTransport((0, 1, 2), place, lambda op, nbytes, ranks: seconds, HostTimer(background), "waits")
+    return WaitTransport((0, 1, 2), place, lambda op, nbytes, ranks: seconds, HostTimer(background))
 
 
 def test_a_wait_lasts_from_the_call_or_from_the_issue():

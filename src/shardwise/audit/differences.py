@@ -267,7 +267,10 @@ class _Parting:
     def difference(self) -> Difference:
         if (early := self._ended_early()) is not None:
             return early
-        absent = self._absent()
+        # Ranks that have come to no further call, and wait in none, where others wait for them.
+        waited = any(call.state != "completed" for call in self.made.values() if call is not None)
+        known = self.program.recordings
+        absent = [rank for rank, call in self.made.items() if waited and call is None and known[rank].exit is None]
         ranks, sure = (absent, True) if absent else self._deviants()
         others = [rank for rank in self.sequences if rank not in ranks]
         result = self._described(ranks, others) if sure and others else None
@@ -289,12 +292,6 @@ class _Parting:
             return None
         text = f"{format_ranks(tuple(ended))} ended after {steps} steps, and rank {call.rank} made {describe(call)}"
         return _at("ended", ended, call, text)
-
-    def _absent(self) -> list[int]:
-        """Ranks that have come to no further call, and wait in none, where others wait for them."""
-        waited = any(call.state != "completed" for call in self.made.values() if call is not None)
-        known = self.program.recordings
-        return [rank for rank, call in self.made.items() if waited and call is None and known[rank].exit is None]
 
     def _deviants(self) -> tuple[list[int], bool]:
         """(ranks that differ, whether that is sure): a minority, or who does what has not been done before."""

@@ -121,7 +121,12 @@ def _layout(
     pipeline = next((one.pipeline for one in recordings if one.pipeline), None)
     if keys[PIPELINE] > 1:
         keys |= _schedule(pipeline, calls, max(groups[PIPELINE], key=len), reasons)
-    keys["precision"] = _precision(recordings, calls)
+    # Type of parameters as they are gathered or stored; autocast does not show in what is sent.
+    gathered = Counter(c.dtype for c in calls if c.engine == "fsdp" and c.op == "all_gather_into")
+    stored = Counter(row[2] for one in recordings if one.model for row in one.model[3])
+    sent = Counter(call.dtype for call in calls if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL)
+    most = next((some.most_common(1)[0][0] for some in (gathered, stored, sent) if some), "float32")
+    keys["precision"] = {"float64": "fp64", "float32": "fp32"}.get(most, "bf16")
     product = keys[DATA] * keys[TENSOR] * keys[PIPELINE]
     try:
         layout = Layout.parse(",".join(f"{key}={value}" for key, value in keys.items()))
@@ -157,12 +162,3 @@ def _schedule(
         return {"schedule": "gpipe"}
     reasons["schedule"] = "the last stage sends a gradient before it receives every micro-batch"
     return {"schedule": "1f1b"}
-
-
-def _precision(recordings: Sequence[RankRecording], calls: Sequence[Call]) -> str:
-    """Type of parameters as they are gathered or stored; autocast does not show in what is sent."""
-    gathered = Counter(c.dtype for c in calls if c.engine == "fsdp" and c.op == "all_gather_into")
-    stored = Counter(row[2] for one in recordings if one.model for row in one.model[3])
-    sent = Counter(call.dtype for call in calls if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL)
-    most = next((some.most_common(1)[0][0] for some in (gathered, stored, sent) if some), "float32")
-    return {"float64": "fp64", "float32": "fp32"}.get(most, "bf16")

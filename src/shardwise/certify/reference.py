@@ -90,11 +90,10 @@ class Reference:
         module.load_state_dict(self.trace.parameters[step - 1] if step else self.start, strict=False)
         return module
 
-    def of_rows(self, step: int, rows: slice, tokens: int | None = None) -> tuple[float, Tensors]:
-        """(loss, gradients) of some rows alone, divided by so many labels, or by all that count."""
+    def of_rows(self, step: int, rows: slice) -> tuple[float, Tensors]:
+        """(loss, gradients) of some rows alone, divided by all labels that count."""
         module = self.at(step)
-        loss = self.backward(module, step, rows, self.tokens[step] if tokens is None else tokens)
-        return loss, self._gradients(module)
+        return self.backward(module, step, rows, self.tokens[step]), self._gradients(module)
 
     def share(self, index: int, count: int) -> slice:
         """Rows of one of `count` data ranks."""

@@ -80,7 +80,11 @@ class FitNetwork(CommandOptions):
         collective_bench.check(self.ranks, sizes)
         cluster = known_cluster(self.out) or Cluster.parse(f"{self.ranks}xcpu")
         chosen = [algorithm for algorithm in algorithms() if not algorithm.most or self.ranks <= algorithm.most]
-        say(_announced(self, chosen, sizes))
+        rounds = f"up to {self.rounds} rounds each, fewer where they agree within {_SETTLED:.0%}"
+        say(
+            f"{len(chosen)} algorithms at {len(sizes)} sizes on {self.ranks} ranks, {rounds}: at most about "
+            f"{self.seconds:g} s (--seconds)"
+        )
         samples, spread = _measured(self, chosen, sizes)
         held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
         network_fit = fit([s for s in samples if s.nbytes not in held_back], reads=self.transport == "shared")
@@ -114,14 +118,6 @@ class FitNetwork(CommandOptions):
                 f"above {USELESS:.0%}; measure again when the host has nothing else to do, or give --force"
             )
         return 0
-
-
-def _announced(args: FitNetwork, chosen: list[Any], sizes: list[int]) -> str:
-    rounds = f"up to {args.rounds} rounds each, fewer where they agree within {_SETTLED:.0%}"
-    return (
-        f"{len(chosen)} algorithms at {len(sizes)} sizes on {args.ranks} ranks, {rounds}: at most about "
-        f"{args.seconds:g} s (--seconds)"
-    )
 
 
 def _measured(args: FitNetwork, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:

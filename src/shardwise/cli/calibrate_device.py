@@ -63,7 +63,11 @@ def run(args: DeviceOptions) -> int:
     measured = _measured(args, kind)
     device = _device(measured, args, kind)
     host = _host(measured["host"], disk, before, device)
-    cluster = replace(_cluster(before, device, args.ranks), host=host)
+    cluster = before or Cluster(1, args.ranks, device, Link(None, None), Link(None, None))
+    intra = cluster.intra if cluster.intra.bandwidth else _link(device) or cluster.intra
+    most = max(cluster.devices_per_node, args.ranks)
+    kept = cluster if most == cluster.devices_per_node else cluster.without_paths()
+    cluster = replace(kept, device=device, devices_per_node=most, intra=intra, host=host)
     if args.out:
         write_cluster(args.out, cluster, [f"{cluster.device.name}: {cluster.device.source}"])
     if args.json:
@@ -136,15 +140,6 @@ def _device(measured: dict[str, Any], args: DeviceOptions, kind: Literal["cpu", 
     if args.ranks > 1:
         source += "; figures are one rank's while all work"
     return device_of(measured, name, kind, memory, MODEL, source)
-
-
-def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
-    """The file's cluster with this device; its link inside a node from the messages, where nothing was known of it."""
-    cluster = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
-    intra = cluster.intra if cluster.intra.bandwidth else _link(device) or cluster.intra
-    most = max(cluster.devices_per_node, ranks)
-    kept = cluster if most == cluster.devices_per_node else cluster.without_paths()
-    return replace(kept, device=device, devices_per_node=most, intra=intra)
 
 
 def _disk(args: DeviceOptions) -> tuple[DiskRates | None, str]:

@@ -111,12 +111,9 @@ class VerifyCollective(ChosenOptions):
             results.append(_verified(algorithm, [p for p in ranks if not algorithm.most or p <= algorithm.most]))
             if not self.json:
                 _print_verified(results[-1])
-        wrong = [result for result in results if result["findings"]]
-        if self.json:
-            print_json(results)
-        else:
-            print(f"{len(results) - len(wrong)} of {len(results)} algorithms are right on {self.ranks} ranks")
-        return 1 if wrong else 0
+        right = sum(not result["findings"] for result in results)
+        print_result(self, results, [f"{right} of {len(results)} algorithms are right on {self.ranks} ranks"])
+        return 0 if right == len(results) else 1
 
 
 @dataclass

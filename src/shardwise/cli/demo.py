@@ -22,7 +22,6 @@ from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_json, show
 from shardwise.records import dataclass
 from shardwise.report.tables import comparison_tables, zero_table
-from shardwise.report.terminal import Renderable
 
 if TYPE_CHECKING:
     from shardwise.demo import ResumedRun, Tour
@@ -41,16 +40,28 @@ def run(args: DemoOptions) -> int:
     started = time.monotonic()
     out = demo.run_directory(args.out)
     # With --json nothing but the result may reach standard output: progress goes where errors go.
-    tell = _silent if args.json else show
-    tell(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", _zero_table(), "")
+    tell: Callable[..., None] = (lambda *things: None) if args.json else show
+    table = zero_table(_zero_bytes(), demo.large_title(), capacity=demo.capacity())
+    tell(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", table, "")
     tell(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}")
     with _bar("train", demo.STEPS) as watched:
         tour = demo.learn(out, *watched)
-    tell("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
+    below = tour.validation_loss < tour.unigram_entropy
+    loss = f"validation loss {tour.validation_loss:.3f}, {'below' if below else 'not below'} the unigram entropy of "
+    loss += f"the validation text, {tour.unigram_entropy:.3f} (nats a token)"
+    tell(
+        "\n3. What was predicted for that run, and what it measured\n",
+        comparison_tables(tour.comparison),
+        f"{'✓' if below else '✗'} {loss}",
+    )
     tell("\n4. Its checkpoint is independent of the layout: resumed under another")
     with _bar("resume", demo.STEPS + demo.MORE_STEPS) as watched:
         further = tour.resume_under(demo.ELSEWHERE, *watched)
-    tell(_resumed_line(further))
+    mark = "✗" if further.failures else "✓"
+    tell(
+        f"{mark} {further.layout}: validation loss {further.before:.4f} when saved, "
+        f"{further.resumed:.4f} when resumed, {further.after:.4f} after {further.steps} more steps"
+    )
     page = tour.write_page()
     tell(f"\n5. The studio on prediction and run: {page.absolute().as_uri()}")
     tell(f"   live: shardwise studio 'runs?run={out.name}' --runs {shlex.quote(str(out.parent))}\n")
@@ -87,35 +98,10 @@ def _bar(doing: str, steps: int) -> Iterator[tuple[int, Callable[[str], None]]]:
             thread.join()
 
 
-def _silent(*things: Renderable) -> None:
-    """No-op."""
-
-
-def _resumed_line(run: ResumedRun) -> str:
-    mark = "✗" if run.failures else "✓"
-    return (
-        f"{mark} {run.layout}: validation loss {run.before:.4f} when saved, {run.resumed:.4f} when resumed, "
-        f"{run.after:.4f} after {run.steps} more steps"
-    )
-
-
-def _zero_table() -> Renderable:
-    from shardwise import demo
-
-    return zero_table(_zero_bytes(), demo.large_title(), capacity=demo.capacity())
-
-
 def _zero_bytes() -> dict[int, dict[int, int]]:
     from shardwise import demo
 
     return {stage: {gpus: held.total for gpus, held in row.items()} for stage, row in demo.zero_memory().items()}
-
-
-def _outcome(tour: Tour) -> tuple[Renderable, ...]:
-    below = tour.validation_loss < tour.unigram_entropy
-    loss = f"validation loss {tour.validation_loss:.3f}, {'below' if below else 'not below'} the unigram entropy of "
-    loss += f"the validation text, {tour.unigram_entropy:.3f} (nats a token)"
-    return comparison_tables(tour.comparison), f"{'✓' if below else '✗'} {loss}"
 
 
 def _json(tour: Tour, further: ResumedRun, failures: list[str], page: Path) -> dict[str, Any]:

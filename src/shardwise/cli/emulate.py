@@ -40,7 +40,9 @@ def run(args: Any) -> int:
         raise UserError("--emulate needs no GPU: leave --device out")
     with temporary_folder() as notes:
         job = job_of(args, str(notes))
-        prompt = _prompt(args, job)
+        prompt = [0] * (job.context - 1)
+        if args.prompt or args.prompt_file or args.tokens:
+            ((prompt,), _) = read_prompts(args)
         job = replace(job, context=len(prompt) + 1, batch=1, pages=0, reuse=False, emulate=seconds)
         if job.layout.pp == 1 or job.layout.dp > 1:
             raise UserError(f"--emulate measures one pipeline, which {job.layout} is not: give --layout pp=2")
@@ -49,13 +51,6 @@ def run(args: Any) -> int:
     simulated = recording.simulated(job.layout.pp, measured[0].chunks, seconds, ready.hop)
     _show(job, ready, measured, simulated, as_json=args.json)
     return 0
-
-
-def _prompt(args: Any, job: ServingJob) -> list[int]:
-    if args.prompt or args.prompt_file or args.tokens:
-        ((prompt,), _) = read_prompts(args)
-        return prompt
-    return [0] * (job.context - 1)
 
 
 def _read(job: ServingJob, prompt: list[int]) -> Ready:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from shardwise.cli.declare import arg, borrow
 from shardwise.cli.estimate_measure import MeasureOptions
 from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
 from shardwise.cli.output import print_result, working
+from shardwise.cli.quantities import count_of, numbers
 from shardwise.cli.workloads import EngineOptions, StepOptions, engine_of, workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -46,31 +48,6 @@ from shardwise.runtime.job.slow_ranks import SlowRanks
 if TYPE_CHECKING:
     from shardwise.report import StepReport
     from shardwise.report.terminal import Renderable
-
-
-def parameters_of(option: str, text: str) -> float:
-    """A number of parameters: 7e9, 7B, 350M. Raises `UserError`."""
-    digits, scale = text.strip(), 1.0
-    if digits[-1:].upper() in ("K", "M", "B", "T"):
-        digits, scale = digits[:-1], {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[digits[-1].upper()]
-    try:
-        params = float(digits) * scale
-    except ValueError:
-        params = math.nan
-    if not 1 <= params < math.inf:
-        raise UserError(f"{option} {text}: give a number of parameters, such as 7e9 or 7B")
-    return params
-
-
-def gpus_of(option: str, text: str) -> list[int]:
-    """Numbers of GPUs: 1,2,4. Raises `UserError`."""
-    try:
-        gpus = [int(word) for word in text.split(",")]
-    except ValueError:
-        gpus = []
-    if not gpus or min(gpus) < 1:
-        raise UserError(f"{option} {text}: give numbers of GPUs, such as 1,2,4,8,16")
-    return gpus
 
 
 ENGINE = "engine precision recompute_modules recompute_layers"
@@ -89,11 +66,16 @@ class EstimateOptions(
     zero_table: list[int] | None = arg(
         "show a table of ZeRO stages for these numbers of GPUs",
         "N,...",
-        read=gpus_of,
+        read=numbers,
         uses="model set offline params",
         idle="belongs to one step's estimate: leave it out with --zero-table",
     )
-    params: float | None = arg("parameters: 7e9, 7B, 350M", "P", read=parameters_of, uses="zero_table model offline")
+    params: float | None = arg(
+        "parameters: 7e9, 7B, 350M",
+        "P",
+        read=partial(count_of, "parameters, such as 7e9 or 7B"),
+        uses="zero_table model offline",
+    )
     compare: str | None = arg("another layout to compare with", "TEXT", excludes="dry_run breakdown links verbose")
     links: bool = arg("show communication by axis and link", excludes=f"{ENGINE} {SLOW} dry_run breakdown verbose")
     breakdown: bool = arg("show the terms behind the totals", excludes=f"{ENGINE} {SLOW} dry_run verbose")

@@ -64,10 +64,11 @@ def run(args: LaunchOptions) -> int:
     hosts = tuple(filter(None, args.ssh.split(","))) if args.ssh is not None else ()
     if args.ssh is not None and len(hosts) != described.nodes:
         raise UserError(f"--ssh names {len(hosts)} hosts, and {described.what} fills {described.nodes} of {cluster}")
+    python = options.python or ("python3" if args.system == "k8s" or options.container else sys.executable)
     job = ClusterJob(
         f"{comment(described.title)} on {described.nodes} x {described.ranks} {cluster.device.name}", described.words,
         described.nodes, described.ranks, cluster.device.kind == "cuda", str(Path.cwd()),
-        options.python or _python(args, options), options, described.out, hosts, own, own and options.per != "rank",
+        python, options, described.out, hosts, own, own and options.per != "rank",
     )  # fmt: skip
     file = write_job(args.system, job)
     return show_job(args, job, file)
@@ -78,10 +79,6 @@ def _shardwise_words(words: list[str]) -> list[str]:
     if not words or not is_shardwise(words):
         return words
     return words[1 if Path(words[0]).name == "shardwise" else 3 :]
-
-
-def _python(args: LaunchOptions, options: JobOptions) -> str:
-    return "python3" if args.system == "k8s" or options.container else sys.executable
 
 
 @dataclass(frozen=True)

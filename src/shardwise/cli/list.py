@@ -134,11 +134,8 @@ def _links(args: CommandOptions) -> int:
         uses, kind = accelerators().uses[name], KINDS[link.kind].words if link.kind else ""
         data.append({"name": name, "kind": link.kind, "bandwidth": link.bandwidth, "alpha": link.alpha,
                      "devices": uses, "source": link.source})  # fmt: skip
-        bandwidth = (
-            (f"{format_bytes(link.bandwidth)}/s", format_time(1e9 / link.bandwidth)) if link.bandwidth else ("", "")
-        )
-        latency = format_time(link.alpha) if link.alpha else "its kind's"
-        table.add_row(name, kind, bandwidth[0], latency, bandwidth[1], ", ".join(uses))
+        speed, latency = f"{format_bytes(link.bandwidth)}/s", format_time(link.alpha) if link.alpha else "its kind's"
+        table.add_row(name, kind, speed, latency, format_time(1e9 / link.bandwidth), ", ".join(uses))
     kinds = (f"{kind.words} {format_time(kind.alpha)}" for kind in KINDS.values())
     return print_result(args, data, [table, f"latency is per step of a collective; of a kind: {', '.join(kinds)}"])
 

@@ -17,10 +17,10 @@ several models, a,b,c, it prints one row per model.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,7 @@ from shardwise.cli.examples import broken
 from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
 from shardwise.cli.output import print_result, progress, working
 from shardwise.cli.plan_emit import check_emit, emitted, emitted_apart, profile_for, profile_of, refusals, written_model
-from shardwise.cli.quantities import bytes_of, seconds_of
+from shardwise.cli.quantities import bytes_of, count_of, seconds_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import price_of
@@ -60,15 +60,6 @@ MOST = 1e15
 By = Literal["throughput", "fastest", "memory", "cost", "pareto"]
 
 
-def tokens_of(option: str, text: str) -> float:
-    """A number of tokens: 15T, 300B, 1e12. Raises `UserError`."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?(?:e\d{1,2})?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
-    tokens = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0.0
-    if not 1 <= tokens <= 1e18:
-        raise UserError(f"{option} {text}: give a number of tokens, such as 15T or 300B")
-    return tokens
-
-
 @dataclass
 class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
     borrowed = borrow((Workload, "optimizer"))
@@ -88,7 +79,9 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
     recompute_layers: int | None = arg("blocks of a chunk that it recomputes", "N")
     reserve: int | None = arg("device memory that training cannot use (2GB)", "SIZE", read=bytes_of)
     tokens: float | None = arg(
-        "tokens of a whole run, such as 15T; adds days, device-hours and cost", "N", read=tokens_of
+        "tokens of a whole run, such as 15T; adds days, device-hours and cost",
+        "N",
+        read=partial(count_of, "tokens, such as 15T or 300B"),
     )
     price: float | None = arg(
         "US dollars per device-hour (the lowest recorded list price)", "X", positive=True, most=MOST

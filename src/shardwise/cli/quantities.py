@@ -17,12 +17,21 @@ def numbers(option: str, text: str) -> list[int]:
     """Positive numbers: "8", "1-64", "2,4,8-12"; ascending, each once. Raises `UserError` that names the option."""
     values: set[int] = set()
     for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise UserError(f"{option} {text}: give numbers, such as 8, 1-64 or 2,4,8")
         values.update(range(first, last + 1))
     return sorted(values)
+
+
+def count_of(things: str, option: str, text: str) -> float:
+    """A large number: 15T, 300B, 7e9. things: with an example, for the message. Raises `UserError` as `numbers`."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
+    count = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0.0
+    if not 1 <= count <= 1e18:
+        raise UserError(f"{option} {text}: give a number of {things}")
+    return count
 
 
 def length_of(text: str) -> int:

@@ -34,7 +34,9 @@ def values_of(name: str, argv: list[str]) -> dict[str, Any]:
     given = vars(parser.parse_args(argv))
     path = Path(given["config"])
     try:
-        values = _values(parser, _read(path), given, getattr(module, "FILE_KEYS", None))
+        with os_errors("read it", typed=path, damaged="not valid TOML:"):
+            data = tomllib.loads(read_small(path))
+        values = _values(parser, data, given, getattr(module, "FILE_KEYS", None))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     values |= given
@@ -43,11 +45,6 @@ def values_of(name: str, argv: list[str]) -> dict[str, Any]:
     if missing:
         parser_of(name).error(f"the following arguments are required: {', '.join(missing)}")
     return values
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with os_errors("read it", typed=path, damaged="not valid TOML:"):
-        return tomllib.loads(read_small(path))
 
 
 def _values(parser: Parser, table: dict[str, Any], given: dict[str, Any], more: type | None) -> dict[str, Any]:

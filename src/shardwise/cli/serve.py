@@ -56,7 +56,10 @@ def run(args: ServeOptions) -> int:
     from shardwise.serving.remote import check_ranks, launched_ranks
     from shardwise.serving.service import Service, become_rank
 
-    key, name = _checked(args)
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY) or None
+    if key is not None and (not key or key != key.strip() or not key.isascii() or not key.isprintable()):
+        raise UserError("an API key has printable ASCII characters, without blanks around them, and at least one")
+    name = args.name or Path(args.model).absolute().name
     if launched_ranks() is not None and rank.number():
         become_rank()
     # The server itself ends in order; before that, while weights are read, there is nothing to be finished.
@@ -81,14 +84,6 @@ def run(args: ServeOptions) -> int:
                 service.drain()
     say("stopped")
     return 0
-
-
-def _checked(args: ServeOptions) -> tuple[str | None, str]:
-    """(API key, name of the model)."""
-    key = args.api_key if args.api_key is not None else os.environ.get(KEY) or None
-    if key is not None and (not key or key != key.strip() or not key.isascii() or not key.isprintable()):
-        raise UserError("an API key has printable ASCII characters, without blanks around them, and at least one")
-    return key, args.name or Path(args.model).absolute().name
 
 
 def _text_and_chat(folder: str) -> tuple[Text, Chat]:

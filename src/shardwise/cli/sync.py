@@ -63,7 +63,7 @@ class SimulateUpdates(CommandOptions):
         record = virtual_run(layout, self.steps, seconds_of(self.gradient), stragglers)
         about = {"layout": str(layout), "steps": self.steps, "slow": str(stragglers), "seed": self.seed}
         data = {**about, "seconds": record.seconds, "servers": [_json(record)]}
-        lines = [f"{layout or 'one rank'}, {self.steps} steps in virtual time; slow: {stragglers}"]
+        lines = [f"{layout}, {self.steps} steps in virtual time; slow: {stragglers}"]
         return print_result(self, data, [*lines, *sync_tables(layout, [record])])
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from shardwise.cli.declare import arg, leave_out, word
 from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result, working
+from shardwise.cli.quantities import numbers
 from shardwise.cli.verify import SplitOptions, names_code, plan_of
 from shardwise.codec import keyed
-from shardwise.errors import UserError
 from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
@@ -39,14 +39,6 @@ SUGGEST = "suggest"
 """Value of --plan for the plan that is suggested."""
 
 
-def degrees_of(option: str, text: str) -> list[int]:
-    """Degrees: 1,2,4. Raises `UserError`."""
-    degrees = [int(word) if word.strip().isdigit() else 0 for word in text.split(",")]
-    if min(degrees) < 1:
-        raise UserError(f"{option} {text}: give positive integers, such as 1,2,4")
-    return degrees
-
-
 @dataclass
 class TraceOptions(SplitOptions, OfflineOptions):
     model: str = word(
@@ -61,7 +53,7 @@ class TraceOptions(SplitOptions, OfflineOptions):
     out: str | None = arg("the file that is written: model.json", "FILE")
     loss: str | None = arg("of FILE.py: its loss, in the same file (the sum of the outputs)", "NAME")
     seq: int | None = arg("of a configuration: tokens of a row (the usual ones)", "N", positive=True, tokens=True)
-    tp: list[int] | None = arg("tensor-parallel degrees (those of 1, 2, 4, 8 that suit)", "N,...", read=degrees_of)
+    tp: list[int] | None = arg("tensor-parallel degrees (those of 1, 2, 4, 8 that suit)", "N,...", read=numbers)
     cuts: str = arg(f"values of {', '.join(APART)} under which it is traced, too, with + between", "KEY=N+...", "")
     precision: str = arg("of layouts, by commas", "NAMES", "bf16")
 

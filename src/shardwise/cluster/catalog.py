@@ -126,12 +126,6 @@ def accelerators() -> Accelerators:
     return Accelerators(devices, table["aliases"], hosts, links, of_links, networks, table["network_aliases"])
 
 
-def _cpu() -> Accelerator:
-    device = Device("CPU", "cpu", machine_memory(), None, {}, "this machine: sysconf and the cgroup's memory.max")
-    loopback = Link(None, None, "not known before it is measured")
-    return Accelerator(device, loopback, loopback)
-
-
 def names() -> list[str]:
     """Every name that `lookup` knows, aliases first."""
     return [*accelerators().aliases, *accelerators().devices, "CPU"]
@@ -152,7 +146,11 @@ def lookup(name: str) -> Accelerator:
         raise UserError(
             f"no device {reprlib.repr(name)} in the catalog; {hint}; other devices are described in a TOML file"
         )
-    return _cpu() if found == "CPU" else accelerators().devices[found]
+    if found != "CPU":
+        return accelerators().devices[found]
+    device = Device("CPU", "cpu", machine_memory(), None, {}, "this machine: sysconf and the cgroup's memory.max")
+    loopback = Link(None, None, "not known before it is measured")
+    return Accelerator(device, loopback, loopback)
 
 
 _MAKERS = ("nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "googlecloud", "google", "cloud", "aws", "apple")

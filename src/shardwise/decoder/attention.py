@@ -35,14 +35,6 @@ class _Rotate(torch.autograd.Function):
         return rotate(grads[0].clone(), ctx.tables, back=True, first=ctx.first), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
-    """`_Rotate` in a form for the compiler: nothing written in place, its backward derived by autograd."""
-    half = cos.shape[-1] // 2
-    before, one, two, rest = x.split([first, half, half, x.shape[-1] - first - 2 * half], -1)
-    turned = torch.cat([one, two], -1) * cos + torch.cat([two, one], -1) * sin
-    return torch.cat([before, turned, rest], -1)
-
-
 class Rope(nn.Module):
     """Rotary position embedding (Su et al. 2021) on x [B, S, H, D], with Llama-3's or YaRN's frequencies.
 
@@ -84,7 +76,11 @@ class Rope(nn.Module):
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], first: int = 0) -> Tensor:
         if torch.compiler.is_compiling():
-            return _rotated(x, *tables, first)
+            # In a form for the compiler: nothing written in place, its backward derived by autograd.
+            (cos, sin), half = tables, tables[0].shape[-1] // 2
+            before, one, two, rest = x.split([first, half, half, x.shape[-1] - first - 2 * half], -1)
+            turned = torch.cat([one, two], -1) * cos + torch.cat([two, one], -1) * sin
+            return torch.cat([before, turned, rest], -1)
         out: Tensor = _Rotate.apply(x, *tables, first)  # type: ignore[no-untyped-call]
         return out
 

@@ -143,7 +143,8 @@ class FrozenBase:
         return (self._nf4 if self.name == NF4 else self._fp8)(rows, wide, at).to(dtype)
 
     def _nf4(self, rows: Tensor, scales: Tensor, at: Tensor) -> Tensor:
-        pairs, tree = _tables(rows)
+        # Fake tensors are not kept.
+        pairs, tree = _made(rows.device) if type(rows) in (Tensor, nn.Parameter) else _made.__wrapped__(rows.device)
         blocks = rows.unflatten(1, (-1, stored_columns(NF4, BASES[NF4].group))).view(torch.uint8)
         across = torch.arange(blocks.shape[1], dtype=torch.int32, device=rows.device) + self.left // BASES[NF4].group
         nested = (at[:, None] * (self.inputs // BASES[NF4].group) + across).div_(NESTED, rounding_mode="floor")
@@ -167,12 +168,8 @@ class FrozenBase:
         return values
 
 
-def _tables(like: Tensor) -> tuple[Tensor, Tensor]:
-    """(values of both numbers of a byte [256, 2], those of 8 bits [256, 1]); kept per device, but for fake tensors."""
-    return _made(like.device) if type(like) in (Tensor, nn.Parameter) else _made.__wrapped__(like.device)
-
-
 @cache
 def _made(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(values of both numbers of a byte [256, 2], those of 8 bits [256, 1])."""
     pairs = [(_NF4[(byte ^ _ZEROS) >> 4], _NF4[(byte ^ _ZEROS) & 15]) for byte in range(256)]
     return torch.tensor(pairs, device=device), torch.tensor(_TREE, device=device)[:, None]

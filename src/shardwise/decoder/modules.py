@@ -201,15 +201,6 @@ class _RMSNorm(torch.autograd.Function):
         return *rms_norm_backward(grads[0], x, rstd, weight, ctx.zero_centered), None, None
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """`_RMSNorm` in a form that the compiler fuses and differentiates."""
-    wide = x.float() if x.dtype == torch.bfloat16 else x
-    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    if zero_centered:
-        return (wide * rstd * norm_scale(weight, wide.dtype, zero_centered)).to(x.dtype)
-    return (wide * rstd).to(x.dtype) * weight
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019), or * (1 + weight) where that is zero-centered;
     statistics in fp32 for bf16 inputs."""
@@ -225,7 +216,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return _rms_norm(x, self.weight, self.eps, self.zero_centered)
+            # In a form that the compiler fuses and differentiates.
+            wide = x.float() if x.dtype == torch.bfloat16 else x
+            rstd = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+            if self.zero_centered:
+                return (wide * rstd * norm_scale(self.weight, wide.dtype, self.zero_centered)).to(x.dtype)
+            return (wide * rstd).to(x.dtype) * self.weight
         out: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
         return out
 

@@ -5,6 +5,7 @@ By convention `a` is the prediction and `b` what was observed; any two reports m
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from shardwise.report.step_report import DTYPE_BYTES, HOMES, Bytes, LedgerRow, R
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_ranks
 
+_HEADING = "source model layout workload cluster time"
 EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm", "cache")
 """The classes that a prediction must meet to the byte."""
 
@@ -183,8 +185,8 @@ class ReportComparison(Printable):
         """A JSON-ready dictionary; an infinite relative difference is null."""
         pairs = [{"role": p.role, "ranks": list(p.ranks), "role_a": p.a.role, "role_b": p.b.role} for p in self.pairs]
         return {
-            "a": _heading(self.a),
-            "b": _heading(self.b),
+            "a": keyed(self.a, _HEADING),
+            "b": keyed(self.b, _HEADING),
             **keyed(self, "equal_ledger exact_classes_equal"),
             "peak_error": self.peak_error if math.isfinite(self.peak_error) else None,
             **keyed(self, "differences ranks_only_a ranks_only_b"),
@@ -234,15 +236,14 @@ def _pairs(roles_a: dict[int, Role], roles_b: dict[int, Role]) -> Iterator[RoleP
 
 def _ledger_rows(pair: RolePair) -> Iterator[ComparedRow]:
     a, b = _counts(pair.a.ledger), _counts(pair.b.ledger)
-    for key in a | b:
-        yield ComparedRow(pair.role, key, a.get(key, 0), b.get(key, 0))
+    for key in {**a, **b}:
+        yield ComparedRow(pair.role, key, a[key], b[key])
 
 
-def _counts(ledger: tuple[LedgerRow, ...]) -> dict[LedgerKey, int]:
-    counts: dict[LedgerKey, int] = {}
+def _counts(ledger: tuple[LedgerRow, ...]) -> Counter[LedgerKey]:
+    counts: Counter[LedgerKey] = Counter()
     for row in ledger:
-        key = LedgerKey(row.phase, row.op, row.axes, row.unit, row.dtype, row.elements)
-        counts[key] = counts.get(key, 0) + row.count
+        counts[LedgerKey(row.phase, row.op, row.axes, row.unit, row.dtype, row.elements)] += row.count
     return counts
 
 
@@ -258,10 +259,6 @@ def _byte_rows(pair: RolePair, compiled: bool) -> Iterator[ComparedBytes]:
         for name in EXACT_CLASSES:
             if a[name] or b[name]:
                 yield ComparedBytes(pair.role, name, a[name], b[name], home=home)
-
-
-def _heading(report: StepReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in ("source", "model", "layout", "workload", "cluster", "time")}
 
 
 def _differences(a: StepReport, b: StepReport) -> Iterator[str]:

@@ -39,10 +39,8 @@ def group_units(
 
 def _group(rows: list[Row], units: list[str]) -> RowGroup[Row]:
     results = [_INDEX.search(unit) for unit in units]
-    if not all(results):
-        return RowGroup(units[0], 1, tuple(rows))
     numbers = tuple(sorted({int(match[0]) for match in results if match}))
-    if len(numbers) == 1:
+    if not all(results) or len(numbers) == 1:
         return RowGroup(units[0], 1, tuple(rows))
     label = _INDEX.sub(format_spans(numbers), units[0], count=1)
     return RowGroup(f"{label} \N{MULTIPLICATION SIGN}{len(numbers)}", len(numbers), tuple(rows))

@@ -37,9 +37,9 @@ ERRORS = "errors"
 COMPANIONS = "base"
 """Folder of a run with the files beside the tokenizer that it started from."""
 LOCK = ".lock"
+"""File of a run that is there while it is being written; it says by which process."""
 OFFLOADED = "offload"
 """Folder of state that is offloaded to disk, while the run is going."""
-"""File of a run that is there while it is being written; it says by which process."""
 
 
 class RunDirectory:

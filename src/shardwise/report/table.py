@@ -100,7 +100,9 @@ class FittedTable:
         from rich.text import Text
 
         cells = [[column.text(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows]
-        wraps = self._wraps(cells)
+        # A text longer than `_LAYOUT` takes several lines in any column, before it costs a number its place.
+        longest = [max((_length(row[i]) for row in cells), default=0) for i in range(len(self.columns))]
+        wraps = [column.wraps or (column.left and longest[i] > _LAYOUT) for i, column in enumerate(self.columns)]
         shown, widths = self._fit(cells, wraps, options.max_width)
         table = self._empty()
         for i in shown:
@@ -128,11 +130,6 @@ class FittedTable:
 
         frame = None if self.plain else box.SIMPLE_HEAD
         return Table(box=frame, padding=(0, _GAP - 1 + self.plain, 0, 0), pad_edge=False, show_edge=False)
-
-    def _wraps(self, cells: Sequence[Sequence[str | Text]]) -> list[bool]:
-        """A text longer than `_LAYOUT` takes several lines in any column, before it costs a number its place."""
-        longest = [max((_length(row[i]) for row in cells), default=0) for i in range(len(self.columns))]
-        return [column.wraps or (column.left and longest[i] > _LAYOUT) for i, column in enumerate(self.columns)]
 
     def _fit(
         self, cells: Sequence[Sequence[str | Text]], wraps: Sequence[bool], width: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.report import time_parts
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
@@ -51,8 +51,7 @@ def memory_bar(held: Bytes) -> Bar:
 
 def time_bar(parts: Mapping[str, float]) -> Bar:
     """Seconds of a step by part, for a notebook."""
-    words = {words: parts[name] for name, words in time_parts.STEP.items() if parts.get(name)}
-    return "time of one step", words, format_time
+    return "time of one step", time_parts.in_words(parts, time_parts.STEP), format_time
 
 
 def _add_role_memory(table: FittedTable, role: Role, longest: int, room: DeviceRoom | None) -> None:
@@ -256,15 +255,11 @@ def zero_table(
     title = f"{title} (GB = 1e9 bytes{limit})"
     table = headed(["ZeRO stage"], [*counts, *(["communication"] if sent else [])], title, unit="bytes")
     for stage, row in cells.items():
-        extra = [f"{sent[stage] / sent[0]:g} x"] if sent else []
-        table.add_row(str(stage), *(_fitting(row.get(count), capacity) for count in gpus), *extra)
+        held: list[Any] = [row.get(count) for count in gpus]
+        if capacity is not None:
+            held = [n if n is None else _mark(n <= capacity, format_bytes(n), format_bytes(n)) for n in held]
+        table.add_row(str(stage), *held, *([f"{sent[stage] / sent[0]:g} x"] if sent else []))
     return table
-
-
-def _fitting(held: float | None, capacity: int | None) -> Text | float | None:
-    if held is None or capacity is None:
-        return held
-    return _mark(held <= capacity, format_bytes(held), format_bytes(held))
 
 
 def _apart(parts: Sequence[RenderableType]) -> list[RenderableType]:

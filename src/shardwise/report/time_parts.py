@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from shardwise.report.units import format_time
+
 STEP = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -57,6 +59,17 @@ RECORDED = {
 def grouped(parts: Mapping[str, float], groups: Mapping[str, Sequence[str]] = GROUPS) -> dict[str, float]:
     """Seconds of each group, which add up to those of the parts."""
     return {name: sum(parts.get(part, 0.0) for part in group) for name, group in groups.items()}
+
+
+def in_words(parts: Mapping[str, float], words: Mapping[str, str]) -> dict[str, float]:
+    """Seconds of the parts that need time. words: `STEP` or `TOKEN`."""
+    return {word: float(parts[name]) for name, word in words.items() if parts.get(name, 0.0) > 0}
+
+
+def as_sum(parts: Mapping[str, float], words: Mapping[str, str], seconds: float) -> str:
+    """The parts as terms of their sum: "matrix products 2 ms + attention 1 ms = 3 ms"."""
+    terms = " + ".join(f"{word} {format_time(part)}" for word, part in in_words(parts, words).items())
+    return f"{terms} = {format_time(seconds)}"
 
 
 def longest(parts: Mapping[str, float]) -> str:

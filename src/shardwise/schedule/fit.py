@@ -243,14 +243,14 @@ class Accuracy:
         return sum(cell.behind <= within for cell in self.cells) / len(self.cells) if self.cells else None
 
 
-def accuracy(samples: Sequence[Sample], network: Network, errors_above: float = SPEEDS_FROM) -> Accuracy:
-    """Hold a network's prices against measurements. errors_above: bytes up to which errors are not counted."""
+def accuracy(samples: Sequence[Sample], network: Network) -> Accuracy:
+    """Hold a network's prices against measurements; errors of sizes up to `SPEEDS_FROM` are not counted."""
     errors: defaultdict[str, list[float]] = defaultdict(list)
     cells: defaultdict[tuple[str, float], list[tuple[float, Sample]]] = defaultdict(list)
     for sample in samples:
         predicted = price(sample.schedule, network, sample.nbytes).seconds
         cells[sample.schedule.collective, sample.nbytes].append((predicted, sample))
-        if sample.nbytes > errors_above:
+        if sample.nbytes > SPEEDS_FROM:
             errors[sample.schedule.collective].append(abs(predicted / sample.seconds - 1))
     found = []
     for (collective, nbytes), priced in cells.items():

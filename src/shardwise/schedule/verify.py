@@ -40,7 +40,8 @@ def verify(schedule: CommSchedule) -> list[CollectiveDefect]:
         found += explain(schedule)
     elif (differing := values.differing_replica()) is not None:
         rank, chunk = differing
-        last = _last_written(schedule, rank, chunk)
+        cell = rank * schedule.width + chunk
+        last = max(n for n, round in enumerate(schedule.rounds()) if (round.cells(schedule.width)[1] == cell).any())
         text = (
             f"rank {rank}, {schedule.place(chunk)} (last written in round {last}): summed in another order than others"
         )
@@ -160,8 +161,3 @@ def _waves(target: Ints) -> Iterator[Ints | slice]:
     place = np.arange(len(target)) - np.maximum.accumulate(np.where(firsts, np.arange(len(target)), 0))
     for wave in range(int(place.max()) + 1):
         yield order[place == wave]
-
-
-def _last_written(schedule: CommSchedule, rank: int, chunk: int) -> int:
-    cell = rank * schedule.width + chunk
-    return max(n for n, round in enumerate(schedule.rounds()) if (round.cells(schedule.width)[1] == cell).any())

@@ -241,11 +241,11 @@ class TokenGenerator:
             return int8(self.dtype, self.device)
         return Packed() if Packed.serves(self.dtype, self.device) else Plain()
 
-    def rows(self, step: EngineStep, *, score: bool = False) -> Rows:
-        """An engine step as the decoder takes it. score: the logits of all its tokens are wanted."""
+    def rows(self, step: EngineStep) -> Rows:
+        """An engine step as the decoder takes it."""
         if self.cut.cp > 1:
-            return context_rows_of(step, self.cut, self.comms.index(CP), self.device, score=score)
-        return rows_of(step, self.job.page, self.device, score=score)
+            return context_rows_of(step, self.cut, self.comms.index(CP), self.device)
+        return rows_of(step, self.job.page, self.device)
 
     def tokens_here(self, step: EngineStep) -> int:
         """Rows of an engine step that this rank computes."""

@@ -9,20 +9,18 @@ from shardwise.runtime.context.cache import ContextRows
 from shardwise.serving.scheduler import Chunk, EngineStep
 
 
-def rows_of(step: EngineStep, size: int, device: torch.device, *, score: bool = False) -> Rows:
-    """The decoder's input in an engine step. size: tokens of a page. score: all logits are wanted."""
-    numbers, begun, wanted = _numbers(step, PageCut(size), device, score)
+def rows_of(step: EngineStep, size: int, device: torch.device) -> Rows:
+    """The decoder's input in an engine step. size: tokens of a page."""
+    numbers, begun, wanted = _numbers(step, PageCut(size), device)
     return Rows(
         numbers[0:1], numbers[1:2], numbers[1:2], None, numbers[1:2], numbers[1:2],
         slots=numbers[2], groups=tuple(_groups(step, size, device)), begun=begun, wanted=wanted,
     )  # fmt: skip
 
 
-def context_rows_of(
-    step: EngineStep, cut: PageCut, rank: int, device: torch.device, *, score: bool = False
-) -> ContextRows:
+def context_rows_of(step: EngineStep, cut: PageCut, rank: int, device: torch.device) -> ContextRows:
     """A context-parallel rank's part of an engine step."""
-    numbers, begun, wanted = _numbers(step, cut, device, score)
+    numbers, begun, wanted = _numbers(step, cut, device)
     _, queries, slots = numbers
     here = (queries % cut.page // cut.slots == rank).nonzero().squeeze(1)
     rows = -(-step.tokens // cut.cp)
@@ -36,7 +34,7 @@ def context_rows_of(
 
 
 def _numbers(
-    step: EngineStep, cut: PageCut, device: torch.device, score: bool
+    step: EngineStep, cut: PageCut, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(id, position and slot of every token: [3, T]; pages that are begun and not filled; rows whose logits are wanted)
     of an engine step, with None as in `Rows`."""
@@ -54,12 +52,11 @@ def _numbers(
         if chunk.stop % size and chunk.stop - chunk.stop % size >= chunk.start:
             begun.append(sequence.pages[chunk.stop // size])
         wanted += [len(ids) - chunk.stop + row for row in chunk.rows]
-    every = score or len(wanted) == len(ids)
     numbers = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device)
     return (
         numbers,
         torch.tensor(begun, dtype=torch.int64, device=device) if begun else None,
-        None if every else torch.tensor(wanted, dtype=torch.int64, device=device),
+        None if len(wanted) == len(ids) else torch.tensor(wanted, dtype=torch.int64, device=device),
     )
 
 

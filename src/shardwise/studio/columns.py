@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from shardwise.report.strict_json import strict
+from shardwise.report.time_parts import in_words
 
 PACKED = 2048
 """Elements of an array from which on it travels as base64 of its little-endian bytes."""
@@ -49,6 +50,16 @@ class Table:
     def of(cls, title: str, items: Sequence[Any], columns: Columns) -> Self:
         values = {heading: [value(item) for item in items] for heading, (_, value) in columns.items()}
         return cls(title, values, {heading: unit for heading, (unit, _) in columns.items() if unit})
+
+    @classmethod
+    def of_parts(
+        cls, title: str, heading: str, words: Mapping[str, str], items: Sequence[tuple[str, Mapping[str, float]]]
+    ) -> Self:
+        """Seconds by part. words: `time_parts.STEP` or `TOKEN`. items: (its name, below `heading`; part -> seconds)."""
+        rows = [in_words(parts, words) for _, parts in items]
+        shown = [word for word in words.values() if any(word in row for row in rows)]
+        columns = {word: [row.get(word, 0.0) for row in rows] for word in shown}
+        return cls(title, {heading: [name for name, _ in items], **columns}, dict.fromkeys(shown, "seconds"))
 
     def __post_init__(self) -> None:
         lengths = {len(values) for values in self.columns.values()}

@@ -251,8 +251,14 @@ def write_dcp(state: WrittenState, folder: Path) -> None:
     """Write a state to an empty folder, one tensor in memory at a time."""
     torch = torch_for_writing()
     dcp = require("torch.distributed.checkpoint", "train", "writing other trainers' checkpoints")
-    sources = _sources(state)
-    tree: dict[str, Any] = {key: _shape_only(tensor) for key, tensor in sources.items()}
+    sources = {f"model.{tensor.name}": tensor for tensor in state.tensors["model"]}
+    sources |= {f"model.{name}": sources[f"model.{first}"] for name, first in state.aliases.items()}
+    for kind in state.kinds[1:]:
+        sources |= {f"optim.state.{tensor.name}.{_WRITTEN_FIELDS[kind]}": tensor for tensor in state.tensors[kind]}
+    tree: dict[str, Any] = {
+        key: torch.empty(tensor.spec.shape, dtype=getattr(torch, tensor.spec.dtype), device="meta")
+        for key, tensor in sources.items()
+    }
     if state.kinds[1:]:
         # Keys as a nested state dict has them once it is flat.
         for name in state.decays:
@@ -269,19 +275,6 @@ def write_dcp(state: WrittenState, folder: Path) -> None:
         # torch collects each rank's exception; there is one rank.
         ((reason, _),) = error.failures.values()
         raise reason from None
-
-
-def _sources(state: WrittenState) -> dict[str, WrittenTensor]:
-    found = {f"model.{tensor.name}": tensor for tensor in state.tensors["model"]}
-    found |= {f"model.{name}": found[f"model.{first}"] for name, first in state.aliases.items()}
-    for kind in state.kinds[1:]:
-        found |= {f"optim.state.{tensor.name}.{_WRITTEN_FIELDS[kind]}": tensor for tensor in state.tensors[kind]}
-    return found
-
-
-def _shape_only(tensor: WrittenTensor) -> Any:
-    torch = torch_for_writing()
-    return torch.empty(tensor.spec.shape, dtype=getattr(torch, tensor.spec.dtype), device="meta")
 
 
 def _lazy_planner(dcp: Any, sources: dict[str, WrittenTensor]) -> Any:

@@ -106,11 +106,13 @@ def written_state(checkpoint: Checkpoint, names: str, weights_only: bool) -> Wri
     written = {kind: [_written(checkpoint, kind, tensor, bad) for tensor in tensors] for kind in kinds}
     decays = {p.name: p.decay for p in parameters(model)}
     manifest = checkpoint.manifest
+    workload = manifest.about.get("workload")
+    batch = workload.get("batch") if isinstance(workload, dict) else None
     return WrittenState(
         kinds, written, {LIVE_HEAD: _table(tensors, model)} if model.tied and names == "huggingface" else {},
         {tensor.name: decays[tensor.parts[0][0]] for tensor in tensors},
         _settings(checkpoint) if moments else {}, manifest.optimizer_steps, manifest.step, manifest.samples,
-        _batch(manifest.about), bad,
+        batch if isinstance(batch, int) else None, bad,
     )  # fmt: skip
 
 
@@ -172,9 +174,3 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.folder} does not say its AdamW's {', '.join(missing)}: export its weights with --weights-only"
         )
     return {name: tuple(known[name]) if name == "betas" else known[name] for name in SETTINGS}
-
-
-def _batch(about: dict[str, Any]) -> int | None:
-    workload = about.get("workload")
-    batch = workload.get("batch") if isinstance(workload, dict) else None
-    return batch if isinstance(batch, int) else None

@@ -5,7 +5,6 @@ state; AdamW's settings for each stage under the keys where its loader looks for
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,14 @@ def write_universal(state: WrittenState, folder: Path) -> None:
         for tensor in state.tensors[kind]:
             _save({"param": tensor.load(), "cat_dim": 0}, zero / tensor.name / f"{_FILES[kind]}.pt")
     _save(_optimizer(state), zero / "optimizer_state.pt")
-    for name in _model_files():
+    # The counters' file, by the name that stages 1 and 2 look for, and stage 3.
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         _save(_model(state), folder / tag / name)
     for path in (*zero.iterdir(), zero, folder / tag):
         if path.is_dir():
             sync_folder(path)
     (folder / "latest_universal").write_text(tag)
     sync_folder(folder)
-
-
-def _model_files() -> Iterator[str]:
-    """The counters' file, by the name that stages 1 and 2 look for, and stage 3."""
-    yield "mp_rank_00_model_states.pt"
-    yield "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def _save(content: Any, path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.declare import arg, word
-from shardwise.cli.output import print_json, progress, show
+from shardwise.cli.output import print_json, print_result, progress, show
 from shardwise.cli.pipeline import arguments, running
 from shardwise.cli.pipeline.arguments import IN_FILE, ScheduleOptions, StageOptions, TimeOptions, VariantOptions
 from shardwise.cli.quantities import numbers
@@ -85,13 +85,9 @@ class VerifySchedule(VariantOptions):
             results.append(_verified(name, schedules))
             if not self.json:
                 _print_verified(results[-1])
-        wrong = [result for result in results if result["findings"]]
-        if self.json:
-            print_json(results)
-        else:
-            total = sum(result["checked"] for result in results)
-            print(f"{len(results) - len(wrong)} of {len(results)} are right; {total:,} schedules verified")
-        return 1 if wrong else 0
+        right, total = sum(not result["findings"] for result in results), sum(result["checked"] for result in results)
+        print_result(self, results, [f"{right} of {len(results)} are right; {total:,} schedules verified"])
+        return 0 if right == len(results) else 1
 
 
 def _to_verify(args: VerifySchedule) -> Iterator[tuple[str, Iterator[tuple[str, PipelineSchedule]]]]:

@@ -184,7 +184,11 @@ def tables(comparison: StrategyComparison) -> Iterator[Renderable]:
     yield rows_by_name([str(one.layout) for one in comparison.strategies], rows)
     yield from comparison.warnings
     yield from _ratios(comparison)
-    yield from _expert_ratios(comparison)
+    for ratio in comparison.expert_ratios:
+        yield (
+            f"\n{ratio.spread} over {ratio.tensor}: a token sends {ratio.blocks:.3g} times the bytes for the blocks "
+            f"({ratio.total:.3g} times in all) and takes {ratio.seconds:.3g} times as long"
+        )
     yield from _notes(comparison)
 
 
@@ -254,14 +258,6 @@ def _ratios(comparison: StrategyComparison) -> Iterator[str]:
         )
         yield (
             f"  a pass of {format_count(ratio.tokens)} tokens and more sends fewer bytes by gathering; {_faster(ratio)}"
-        )
-
-
-def _expert_ratios(comparison: StrategyComparison) -> Iterator[str]:
-    for ratio in comparison.expert_ratios:
-        yield (
-            f"\n{ratio.spread} over {ratio.tensor}: a token sends {ratio.blocks:.3g} times the bytes for the blocks "
-            f"({ratio.total:.3g} times in all) and takes {ratio.seconds:.3g} times as long"
         )
 
 

@@ -117,7 +117,10 @@ def _described(names: Mapping[str, Any], fields: ConfigFields) -> ModelConfig | 
     positions = names["position_embedding_type"]
     if positions not in ("learned_absolute", "rope", "none"):
         raise UserError(f"--position-embedding-type {positions} is not known here; learned_absolute and rope are")
-    latent, factor = _latent(names), names["rotary_scaling_factor"]
+    latent, factor = None, names["rotary_scaling_factor"]
+    if names["multi_latent_attention"]:
+        keys = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        latent = LatentAttention(*(names[key] for key in keys))
     yarn = latent is not None and names["rope_type"] != "rope" and factor > 1
     return ModelConfig(
         "the model of these arguments",
@@ -140,13 +143,6 @@ def _described(names: Mapping[str, Any], fields: ConfigFields) -> ModelConfig | 
         tied=not names["untie_embeddings_and_output_weights"],
         experts=experts,
     )
-
-
-def _latent(names: Mapping[str, Any]) -> LatentAttention | None:
-    if not names["multi_latent_attention"]:
-        return None
-    keys = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    return LatentAttention(*(names[key] for key in keys))
 
 
 def _experts(names: Mapping[str, Any], fields: ConfigFields, ffn: int) -> tuple[Experts | None, bool]:

@@ -51,8 +51,8 @@ def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[st
     names: dict[str, Any] = Names(raw, raw=raw, fields=fields, **spec.functions, **context)
     for row in rows:
         names["usual"] = DEFAULTS.get(row.name)
-        value = getattr(raw, row.name) if row.option else evaluate(row.read, names) if row.read else None
-        names |= {"value": value, "meaning": _meaning(fields, row, value)}
+        value: Any = getattr(raw, row.name) if row.option else evaluate(row.read, names) if row.read else None
+        names |= {"value": value, "meaning": row.words.get(value, row.otherwise) if row.words else value}
         if row.check and not evaluate(row.check, names):
             raise UserError(sentence(row.error, names))
         names[row.name] = evaluate(row.read, names) if row.read and row.option else names["meaning"]
@@ -88,9 +88,3 @@ def _taken(spec: EngineSpec, fields: ConfigFields, row: EngineOption, raw: Names
     if row.kind == "integer":
         return inner.integer(key, row.default, row.least)
     return getattr(inner, {"switch": "flag"}.get(row.kind, row.kind))(key, row.default)
-
-
-def _meaning(fields: ConfigFields, row: EngineOption, value: Any) -> Any:
-    if not row.words:
-        return value
-    return row.words.get(value, row.otherwise)

@@ -27,10 +27,8 @@ class Batches:
         """
         share, micro = count // self.plan.layout.dp, self.plan.layout.micro
         start = first + (self.data_rank if place is None else place) * share
-        return [self._micro_batch(np.arange(at, at + micro), dropout_key) for at in range(start, start + share, micro)]
-
-    def _micro_batch(self, samples: np.ndarray, dropout_key: int | None) -> tuple[Batch, Tensor]:
-        return self.micro_batch(self.sampler.batch(samples), samples, dropout_key)
+        parts = [np.arange(at, at + micro) for at in range(start, start + share, micro)]
+        return [self.micro_batch(self.sampler.batch(samples), samples, dropout_key) for samples in parts]
 
     def micro_batch(
         self, rows: dict[str, np.ndarray], samples: np.ndarray, dropout_key: int | None

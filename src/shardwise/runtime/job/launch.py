@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import DivergedError, UserError
+from shardwise.report.files import write_whole
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.hosts import PORT, HostFile, Placement
 from shardwise.runtime.job.locks import temporary_folder
@@ -68,9 +69,7 @@ class Failure:
     time: float = field(default_factory=time.time)
 
     def write(self, path: Path) -> None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(path)
+        write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "Failure | None":
@@ -333,7 +332,9 @@ class _Crew:
                 hung = self._hung(*stuck)
                 return replace(hung, code=128 + number, line=f"stopped, without saving: {hung.line}")
             time.sleep(_POLL)
-        if self._broke_off():
+        # A rank that SIGTERM ended did not listen yet and had nothing to lose; that others miss it is no failure.
+        codes = self._codes()
+        if -signal.SIGTERM not in codes and any(code not in (None, 0, INTERRUPTED) for code in codes):
             failed = self._failed()
             if failed.code in (USER_MISTAKE, DIVERGED):
                 return failed
@@ -342,15 +343,6 @@ class _Crew:
         whose = f"all {self.size} ranks have" if self.size > 1 else "the rank has"
         line = f"stopped by {signal.Signals(number).name}: {whose} ended"
         return Ending(128 + number, line)
-
-    def _broke_off(self) -> bool:
-        """Whether a rank failed instead of ending as it was told.
-
-        Whoever SIGTERM ended did not listen yet, and had done nothing that could be lost; that others then miss it is
-        no failure.
-        """
-        codes = self._codes()
-        return -signal.SIGTERM not in codes and any(code not in (None, 0, INTERRUPTED) for code in codes)
 
     def _stuck(self, started: float) -> tuple[int, str] | None:
         """(rank, line about it) when one makes no progress."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardwise.codec import Json
 from shardwise.errors import DivergedError, UserError, file_limit, os_errors
+from shardwise.report.files import write_whole
 from shardwise.runtime.job import launch
 from shardwise.runtime.job.output import say
 
@@ -47,9 +48,7 @@ class RankJob(Json):
 
     def leave(self, result: Any) -> None:
         """Write what was found to `out`, whole or not at all."""
-        partial = Path(f"{self.out}.partial")
-        partial.write_text(json.dumps(result))
-        partial.replace(self.out)
+        write_whole(Path(self.out), json.dumps(result))
 
 
 T = TypeVar("T")
@@ -135,7 +134,9 @@ def guarded(work: Callable[[], object], keep: Callable[[], object] = lambda: Non
             _report(launch.Failure("user", number(), None, line))
             return launch.USER_MISTAKE
         kind: Literal["peer", "error"] = "peer" if launch.lost_a_peer(error) else "error"
-        _report(launch.Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
+        name = type(error).__name__
+        line = f"{name}: {launch.reason(error)}" if str(error).strip() else name
+        _report(launch.Failure(kind, number(), getattr(error, "step", None), line))
         keep()
         return launch.RANK_FAILED
 
@@ -159,10 +160,6 @@ def number() -> int:
 
 def local_number() -> int:
     return int(os.environ.get("LOCAL_RANK", number()))
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {launch.reason(error)}" if str(error).strip() else type(error).__name__
 
 
 def _report(failure: launch.Failure) -> None:

@@ -15,7 +15,6 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface.companions import companions_of, keep_companions
 from shardwise.errors import UserError
 from shardwise.layout import Workload
-from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
@@ -61,7 +60,8 @@ def run_file(config: TrainConfig) -> str:
         return "\n".join([*lines, *_assignments(values)]) + "\n"
     if catalog().get(model.name) == model:
         return "\n".join([*lines, *_assignments({"model": model.name} | values)]) + "\n"
-    return "\n".join([*lines, *_assignments(values), "", "[model]", *_assignments(_described(model))]) + "\n"
+    described = {name: value for name, value in model.to_json().items() if value is not None}
+    return "\n".join([*lines, *_assignments(values), "", "[model]", *_assignments(described)]) + "\n"
 
 
 def _class_file(config: TrainConfig) -> Path:
@@ -84,10 +84,6 @@ def _changed(config: TrainConfig | Workload | OptimizerConfig) -> dict[str, Any]
         if (value := getattr(config, field.name)) != default:
             values[field.name] = value
     return values
-
-
-def _described(model: ModelConfig) -> dict[str, Any]:
-    return {name: value for name, value in model.to_json().items() if value is not None}
 
 
 def _absolute(name: str, value: Any) -> Any:

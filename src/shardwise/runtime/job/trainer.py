@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, DamagedError, with_older
-from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters, open_weights
+from shardwise.checkpoint.huggingface import PeftAdapters, open_weights
 from shardwise.data import Corpus
 from shardwise.data.splits import SPLITS
 from shardwise.decoder import Batch, random
@@ -206,7 +206,10 @@ class TrainingRun:
         )  # fmt: skip
         self.rounds = Rounds.of(layout, config.steps)
         self.stop = StopRequest(self.rounds)
-        self.clock, self.slow = TrainingClock(self.pulse), self._injected()
+        slow = InjectedWaiting(self.config.stragglers, self.config.emulated, self.rank, self.device, self.pulse)
+        if slow.active:
+            self.program.computed = slow.computed
+        self.clock, self.slow = TrainingClock(self.pulse), slow
         self._clear_records()
 
     def _clear_records(self) -> None:
@@ -246,19 +249,10 @@ class TrainingRun:
             plan, self.comms, self.config.optimizer, self._initial_values, self.device, folder, kept
         )  # fmt: skip
 
-    def _injected(self) -> InjectedWaiting:
-        slow = InjectedWaiting(self.config.stragglers, self.config.emulated, self.rank, self.device, self.pulse)
-        if slow.active:
-            self.program.computed = slow.computed
-        return slow
-
     def start_from_weights(self) -> None:
         """Begin with the weights of a Hugging Face folder."""
         assert self.config.weights
-        self._start_from(open_weights(self.config.weights, self.config.model))
-
-    def _start_from(self, weights: HuggingFaceWeights) -> None:
-        start_from(self.program, weights)
+        start_from(self.program, open_weights(self.config.weights, self.config.model))
 
     def _begin(self) -> None:
         """The state of the first step is there."""
@@ -498,6 +492,9 @@ class TrainingRun:
         seen: Exposure | None = None
         if self.roles is not None and self.record:
             seen = self.record.report(self._report(self.roles, seconds))
+        step = statistics.median(self.cpu_times) if self.cpu_times else None
+        done = self.at.step - self.first_step
+        writing = self.record.directory.writing_s / done if self.record and done else None
         result = {
             "steps": config.steps,
             "ranks": self.world,
@@ -514,7 +511,9 @@ class TrainingRun:
             "communication": seen.to_json() if seen else None,
             "skipped_steps": self.skips,
             **self._waiting(),
-            **self._writing(),
+            "step_cpu_s": step,
+            "writing_cpu_s": writing,
+            "writing_share": writing / step if writing and step else None,
             "verdict": self.record.verdict() if self.record and self.roles is not None else None,
         }
         if self.trains and not math.isfinite(last):
@@ -614,14 +613,6 @@ class TrainingRun:
 
     def _end(self) -> None:
         """The rank has made its last step."""
-
-    def _writing(self) -> dict[str, float | None]:
-        """CPU seconds of a step of this process, of what it writes a step for whoever follows the run, and their
-        ratio; None for a rank that writes nothing, and where no step was timed."""
-        step = statistics.median(self.cpu_times) if self.cpu_times else None
-        done = self.at.step - self.first_step
-        item = self.record.directory.writing_s / done if self.record and done else None
-        return {"step_cpu_s": step, "writing_cpu_s": item, "writing_share": item / step if item and step else None}
 
     def _gather(self, role: Role, recorded: Recorded | None) -> dict[int, Role] | None:
         """Every rank's own role, on rank 0, which writes the timelines. They are long: of many ranks only the first of

@@ -197,7 +197,7 @@ class DeviceBench:
 
         both()
         took: list[float] = []
-        for _ in range(self._often(both, budget, 8, 200)):
+        for _ in range(self._often(both, budget, 8)):
             work()
             took.append(self._block(call, 1, time.perf_counter))
         last = torch.tensor(took, dtype=torch.float64)
@@ -207,17 +207,17 @@ class DeviceBench:
     def _there_and_back(self, call: Call, budget: float) -> float:
         call()
         dist.barrier()
-        count = self._often(call, budget / ROUNDS, 1, 200)
+        count = self._often(call, budget / ROUNDS, 1)
         blocks = []
         for _ in range(ROUNDS):
             dist.barrier()
             blocks.append(self._block(call, count, time.perf_counter))
         return min(blocks)
 
-    def _often(self, call: Call, budget: float, least: int, most: int) -> int:
+    def _often(self, call: Call, budget: float, least: int) -> int:
         one = torch.tensor(self._block(call, 1, time.perf_counter), dtype=torch.float64)
         dist.all_reduce(one, dist.ReduceOp.MAX)
-        return max(least, min(most, math.ceil(budget / float(one))))
+        return max(least, min(200, math.ceil(budget / float(one))))
 
     def _block(self, call: Call, count: int, clock: Callable[[], float]) -> float:
         synchronize(self.device)

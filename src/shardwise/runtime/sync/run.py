@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint
-from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.decoder import Batch
 from shardwise.layout import unit_plan
 from shardwise.layout.axes import REPLICA
@@ -62,11 +61,12 @@ class ServedRun(TrainingRun):
     mail: ServerMail
     server: Server | None
 
-    def _make_server(self, plan: UnitPlan) -> Server | None:
+    def _make_server(self, plan: UnitPlan) -> None:
         config = self.config
+        self.mail = ServerMail(config.hang + pulse.MARGIN)
         stops = config.on_nonfinite == "stop"
         steps = config.schedule_steps or config.steps
-        return make_server(plan, self.mail, self._initial_values, config.optimizer, steps, stops)
+        self.server = make_server(plan, self.mail, self._initial_values, config.optimizer, steps, stops)
 
     def _stops_at(self, step: int, loss: float, norm: float) -> bool:
         self.skips = self.program.optimizer.skips
@@ -119,8 +119,7 @@ class WorkerRun(ServedRun):
     """Of all its steps."""
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
-        self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = self._make_server(plan)
+        self._make_server(plan)
         make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
 
@@ -176,8 +175,7 @@ class WorkerRun(ServedRun):
 
     def _typical_rate(self, seconds: float) -> float:
         """Over the whole run: from one of its steps to the next a worker sees more or fewer updates of others."""
-        updates = (self.at.step - self.began.step) * self._shares
-        return super()._rate(self._spent) * updates / self._shares
+        return super()._rate(self._spent) * (self.at.step - self.began.step)
 
     def _end(self) -> None:
         self.optimizer.done()
@@ -204,8 +202,7 @@ class ServerRun(ServedRun):
     """A server on a rank of its own: it is wherever the workers meet, and serves meanwhile."""
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
-        self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = self._make_server(plan)
+        self._make_server(plan)
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 
     def _open_corpus(self, plan: UnitPlan) -> None:
@@ -215,7 +212,7 @@ class ServerRun(ServedRun):
         manifest = Checkpoint.open(checkpoint).manifest
         return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
 
-    def _start_from(self, weights: HuggingFaceWeights) -> None:
+    def start_from_weights(self) -> None:
         """No-op: workers hand them over."""
 
     def _begin(self) -> None:

@@ -192,7 +192,9 @@ class Server:
                 self._done.add(rank)
             else:
                 self._state(rank, head, tensor)
-            self._open_fences()
+            for rank in [rank for rank, version in self._fences.items() if self.policy.version >= version]:
+                del self._fences[rank]
+                self._send(rank, self.policy.version)
 
     def _state(self, rank: int, head: Header, tensor: Tensor | None) -> None:
         """State of the range of a worker's rank: a piece of it, a change of it, or how far the run is."""
@@ -291,11 +293,6 @@ class Server:
         return min(1.0, self.config.clip / (self._norm + 1e-6)) if clips else 1.0
 
     # -- what goes out
-
-    def _open_fences(self) -> None:
-        for rank in [rank for rank, version in self._fences.items() if self.policy.version >= version]:
-            del self._fences[rank]
-            self._send(rank, self.policy.version)
 
     def _send(self, rank: int, following: int) -> None:
         for work in self._leaving.pop(rank, []):

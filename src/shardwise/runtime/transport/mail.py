@@ -224,7 +224,9 @@ class Quick:
         if views is None:
             if len(self._views) == VIEWS:
                 self._views.clear()
-            views = self._views[key] = self._view(*key)
+            start = FLAGS + place * AREA
+            views = [torch.frombuffer(m, dtype=flat.dtype, count=flat.numel(), offset=start) for m in self._maps]
+            self._views[key] = views
         views[self.rank].copy_(flat)
         self._flags[_QUICK] = count
         for peer in self._others:
@@ -232,7 +234,3 @@ class Quick:
             if flags[_QUICK] < count:
                 self._spin.wait(flags, _QUICK, count, self._peers[peer])
         return views
-
-    def _view(self, place: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
-        start = FLAGS + place * AREA
-        return [torch.frombuffer(segment, dtype=dtype, count=elements, offset=start) for segment in self._maps]

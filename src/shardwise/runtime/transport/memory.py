@@ -89,7 +89,6 @@ class Peer:
         self._life = os.pidfd_open(pid)
         self._poll = select.poll()
         self._poll.register(self._life, select.POLLIN)
-        self._seen = 0.0
 
     def lives(self) -> bool:
         """Whether the process has not ended; a process that nobody has waited for yet has ended as well."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from shardwise.report.exposure import union
 from shardwise.schedule.comm import CommSchedule, Span
 
 
@@ -150,8 +151,8 @@ def _copy_plan(plan: RankPlan) -> CopyPlan:
     seen = [cells[cell] for cell in range(len(cells)) if last_read[cell] >= 0]
     return CopyPlan(
         tuple(places),
-        tuple(_merged(cells[cell] for cell in enter)),
-        tuple(_merged(cells[cell] for cell in written if shown[cell])),
+        tuple(union(cells[cell] for cell in enter)),
+        tuple(union(cells[cell] for cell in written if shown[cell])),
         (seen[0][0], seen[-1][1]) if seen else (0, 0),
     )
 
@@ -197,16 +198,6 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
         readers.passed(before | between)
         steps.append(RankRound(number, tuple(sorted(before)), tuple(transfers), tuple(sorted(between))))
     return RankPlan(rank, bounds[-1], tuple(steps), tuple(read), tuple(sorted(readers.all())), aside)
-
-
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def overlap(a: Span, b: Span) -> bool:

@@ -16,8 +16,6 @@ from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_s
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter, Target, Workspace, add_up, wide_room
 from shardwise.runtime.transport.protocol import Realization, Transport, Work
 from shardwise.runtime.transport.sends import SendTransport
-from shardwise.schedule import CommSchedule
-from shardwise.schedule.show import CollectiveDefect
 from shardwise.schedule.traffic import Moved
 from shardwise.schedule.verify import verify
 
@@ -54,9 +52,6 @@ class ProcessGroupTransport(Transport):
         return Realization("all-to-all, sum in rank order" if summed else self.backend, False)
 
     # -- memory
-
-    def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(elements, dtype=dtype, device=device)
 
     def reserve(self, elements: int, dtype: torch.dtype, device: torch.device, tally: ByteCounter) -> list[Tensor]:
         if self.backend != "gloo":
@@ -220,6 +215,4 @@ class ScheduledCollective:
         self._moved(run(self._carried, flat, start, width, self._workspace, self._maximum))
 
 
-@cache
-def _findings(schedule: CommSchedule) -> list[CollectiveDefect]:
-    return verify(schedule)
+_findings = cache(verify)

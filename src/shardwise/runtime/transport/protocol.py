@@ -58,6 +58,7 @@ class Transport(Protocol):
     def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed tensor for the transport's lifetime, in the memory that suits its collectives best. All ranks call
         this together. Peers may read it after a collective's `wait`, until `wait_readers`."""
+        return torch.zeros(elements, dtype=dtype, device=device)
 
     def wait_readers(self, memory: Tensor) -> None:
         """Wait until no peer reads a tensor that `allocate` gave, which may then be written."""

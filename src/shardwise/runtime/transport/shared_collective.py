@@ -203,12 +203,11 @@ class SharedCollective:
     def _seen(self, a: int, b: int) -> Array:
         return self._sight[a - self._shift : b - self._shift]
 
-    def _private(self, a: int, b: int) -> Array:
-        ((_, start, length),) = self.window.pieces(a, b)
-        return self._own[start : start + length]
-
     def _place(self, span: tuple[int, int], seen: bool) -> Array:
-        return self._seen(*span) if seen else self._private(*span)
+        if seen:
+            return self._seen(*span)
+        ((_, start, length),) = self.window.pieces(*span)
+        return self._own[start : start + length]
 
     # -- its rounds
 

@@ -80,9 +80,6 @@ class StagedTransport(Transport):
             return inner
         return Realization(inner.algorithm + STAGED, op not in _MESSAGES)
 
-    def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(elements, dtype=dtype, device=device)
-
     def watch(self, look: Callable[[], object]) -> None:
         self._inner.watch(look)
 

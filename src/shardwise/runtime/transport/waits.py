@@ -137,17 +137,14 @@ def cycles_per_second(device: torch.device) -> float:
 
 
 class WaitTransport(Transport):
-    """One rank's end of a group of ranks. place: the rank's own in the group. algorithm: as reports name it."""
+    """One rank's end of a group of ranks. place: the rank's own in the group."""
 
-    def __init__(self, ranks: tuple[int, ...], place: int, seconds: Seconds, timer: Timer, algorithm: str) -> None:
-        self.ranks, self.place, self._seconds, self._timer, self._algorithm = ranks, place, seconds, timer, algorithm
+    def __init__(self, ranks: tuple[int, ...], place: int, seconds: Seconds, timer: Timer) -> None:
+        self.ranks, self.place, self._seconds, self._timer = ranks, place, seconds, timer
         self._numbers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def how(self, op: str, full: Tensor) -> Realization:
-        return Realization(self._algorithm, isinstance(self._timer, HostTimer) and not self._timer.background)
-
-    def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(elements, dtype=dtype, device=device)
+        return Realization("waits", isinstance(self._timer, HostTimer) and not self._timer.background)
 
     def _begin(
         self, op: str, nbytes: int, make: Callable[[], object], tensors: Sequence[Tensor], last: bool = False
@@ -233,7 +230,7 @@ class ShareComms(Comms):
         backend: Backend,
     ) -> None:
         def connect(group: object, ranks: tuple[int, ...]) -> Transport:
-            return WaitTransport(ranks, ranks.index(rank), seconds, timer(), "waits")
+            return WaitTransport(ranks, ranks.index(rank), seconds, timer())
 
         super().__init__(mesh, rank, axes, timeout=60.0, backend=backend, connect=connect)
         self.moves_data = True

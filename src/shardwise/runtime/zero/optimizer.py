@@ -161,7 +161,10 @@ class Optimizer:
         # Collectives that move no data leave memory as it was, which may hold anything.
         self.skipped = self.comms.moves_data and not finite
         if self.skipped:
-            self._release()
+            for state in self.states:
+                state.flat.grads.free()
+                if state.flat.residuals is not None:
+                    state.flat.residuals.drop()
             return norm
         if self.config.clip:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
@@ -181,12 +184,6 @@ class Optimizer:
         self._enter_copies()
         self.missed.update(self.idle)
         return norm
-
-    def _release(self) -> None:
-        for state in self.states:
-            state.flat.grads.free()
-            if state.flat.residuals is not None:
-                state.flat.residuals.drop()
 
     def _update_load(self, load: Load, arrays: list[Tensor], lr: float, coefficient: float) -> None:
         state = self._by_unit[load.unit]

@@ -163,21 +163,21 @@ class StageLayers:
         return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
 
     @classmethod
-    def weighed(cls, layers: int, stages: int, ends: tuple[int, int], tied: bool = False) -> Self:
+    def weighed(cls, layers: int, stages: int, ends: tuple[int, int]) -> Self:
         """As even as can be where the embedding and the head count as so many layers (`ends`), as Megatron-Core's
         account_for_embedding_in_pipeline_split and torchtitan have it. The last stages but one have one more: the first
         ones hold most micro-batches. Raises `UserError` as `even` does, and for stages without layers between the
         ends."""
         if not any(ends):
-            return cls.even(layers, stages, tied)
+            return cls.even(layers, stages)
         least, rest = divmod(layers + sum(ends), stages)
         counts = [least + (stages - 1 - rest <= i < stages - 1) for i in range(stages)]
         counts[0] -= ends[0]
         counts[-1] -= ends[1]
-        return cls(tuple(counts), tied)
+        return cls(tuple(counts))
 
     @classmethod
-    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> Self:
+    def parse(cls, text: str, stages: int, layers: int | None = None) -> Self:
         """From 21/20/20/19 or 1/6x2/1: one number for each of `stages` stages, which add up to `layers` where these are
         known.
 
@@ -192,7 +192,7 @@ class StageLayers:
         if layers is not None and sum(found) != layers:
             example = cls.even(layers, stages)
             raise UserError(f"stages={text}: the layers add up to {sum(found)}, not {layers}; such as stages={example}")
-        return cls(found, tied)
+        return cls(found)
 
     def __str__(self) -> str:
         return runs_text(self.layers)
@@ -200,9 +200,8 @@ class StageLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def shares(self, embedding: float = 0, head: float = 0) -> tuple[float, ...]:
-        """Share of the model's work of each stage. embedding, head: their work in blocks."""
+    def shares(self, head: float = 0) -> tuple[float, ...]:
+        """Share of the model's work of each stage. head: its work in blocks."""
         work: list[float] = list(self.layers)
-        work[0] += embedding
         work[-1] += head
         return tuple(each / sum(work) for each in work)

@@ -44,14 +44,20 @@ def data(params: Mapping[str, str]) -> View:
     step = command_line("estimate", *words, "--layout", winner.layout, "--engine", result.engine)
     chosen = [*["--by", by] * (by != "throughput"), *["--fix", fix] * bool(fix)]
     command = command_line("plan", *words, "--top", TOP, *chosen)
+    parts = [(str(one.layout), one.parts) for one in result.ranked]
+    terms = time_parts.as_sum(winner.parts, time_parts.STEP, winner.seconds)
     return View(
         query.state,
         {"model": names, "cluster": CLUSTERS, "by": BY, "seq": sorted({seq, *seqs(model)})} | sizes(model),
-        {"ranked": _ranked(result), "parts": _parts(result), "alternatives": _alternatives(result)}
-        | {"growth": table_of(growth)},
+        {
+            "ranked": _ranked(result),
+            "parts": Table.of_parts("Where a step's time goes", "layout", time_parts.STEP, parts),
+            "alternatives": _alternatives(result),
+            "growth": table_of(growth),
+        },
         {
             "ranked": _how_ranked(result, command),
-            "parts": _how_parts(result, command),
+            "parts": How([f"{winner.layout}: {terms}"], command, "docs/prediction.md"),
             "growth": how_grown(growth, step),
             "alternatives": How(
                 [
@@ -110,13 +116,6 @@ def _ranked(best: Plan) -> Table:
     return Table("The best layouts", columns, units)
 
 
-def _parts(best: Plan) -> Table:
-    names = [name for name in time_parts.STEP if any(one.parts.get(name, 0.0) > 0 for one in best.ranked)]
-    columns: dict[str, list[Any]] = {"layout": [str(one.layout) for one in best.ranked]}
-    columns |= {time_parts.STEP[name]: [float(one.parts.get(name, 0.0)) for one in best.ranked] for name in names}
-    return Table("Where a step's time goes", columns, {time_parts.STEP[name]: "seconds" for name in names})
-
-
 def _alternatives(best: Plan) -> Table:
     columns: Columns = {
         "instead": ("", _fix),
@@ -167,16 +166,6 @@ def _how_ranked(best: Plan, command: str) -> How:
         command,
         "docs/planner.md, docs/prediction.md",
     )
-
-
-def _how_parts(best: Plan, command: str) -> How:
-    one = best.winner
-    sums = " + ".join(
-        f"{time_parts.STEP[name]} {format_time(float(one.parts[name]))}"
-        for name in time_parts.STEP
-        if one.parts.get(name, 0) > 0
-    )
-    return How([f"{one.layout}: {sums} = {format_time(one.seconds)}"], command, "docs/prediction.md")
 
 
 def scoreboard(params: Mapping[str, str]) -> View:

@@ -16,13 +16,12 @@ from shardwise.report.exposure import exposures
 from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
-from shardwise.report.step_memory import read_memory
+from shardwise.report.step_memory import CLASSES, StepMemory, read_memory
 from shardwise.report.step_report import StepReport
-from shardwise.report.units import format_share, format_time
+from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.report.verdict import verdict_of
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data import timelines
-from shardwise.studio.data.run_memory import HOW_PEAK, memory_step, peak_bars, peak_words
 from shardwise.studio.data.run_time import HOW_TIMED, Base, step_figures, time_figures, waterfall
 from shardwise.studio.query import Query
 
@@ -36,6 +35,14 @@ REPORTS = ("predicted", "measured", "timelines", "timelines-last", "memory")
 """Files of reports, whose coming the page waits for."""
 PLAN = "its plan"
 """Choice of what a step is compared with, beside the other runs."""
+SHOWN = 10
+"""Tensors that are drawn."""
+HOW_PEAK = [
+    "Every storage is followed from the operation that made it to its end, which makes the step slow.",
+    "saved: what backward needs; parameters and optimizer state are there all the time.",
+    "rank 0's step as PyTorch's memory viewer opens it: reports/memory.pickle, for pytorch.org/memory_viz.",
+]
+"""How the memory of a step is measured."""
 
 
 def with_experts(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -110,7 +117,8 @@ def _changed(path: Path) -> float:
 
 
 def data(params: Mapping[str, str], runs: Path) -> View:
-    """One run: its steps so far, and where it has them its measured step beside the predicted one."""
+    """One run: its steps so far, and where it has them its measured step beside the predicted one. Raises `UserError`
+    for a step that it has not recorded."""
     query = Query(params)
     names = listed(runs)
     name = query.text("run", _usual(runs, names))
@@ -128,8 +136,12 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     if found := loads(events):
         tables["loads"], more["loads"] = loads_table(found), found
         how |= dict.fromkeys(("experts", "loads"), how_loads(_follow(here)))
-    reports, recorded = _reports(here), here.timelines()
-    shown = _shown(name, recorded, number)
+    files = {name: here.report(name) for name in ("predicted", "measured")}
+    reports = {name: StepReport.read(file) for name, file in files.items() if file.is_file()}
+    recorded = here.timelines()
+    if number and number not in recorded:
+        raise UserError(f"step={number}: {name} has recorded {', '.join(map(str, recorded)) or 'no step'}")
+    shown = recorded[number] if number else next(iter(recorded.values()), None)
     query.state["step"] = shown.step if shown else 0
     if drawn := _timeline(here, reports.get("measured"), shown):
         timeline, how["timeline"], more["timeline_of"] = drawn
@@ -167,13 +179,6 @@ def data(params: Mapping[str, str], runs: Path) -> View:
 
 def _choices(names: list[str], name: str, recorded: Mapping[int, RankTimelines]) -> dict[str, list[Any]]:
     return {"run": names, "step": list(recorded) or [0], "against": [PLAN, *(each for each in names if each != name)]}
-
-
-def _shown(name: str, recorded: Mapping[int, RankTimelines], number: int) -> RankTimelines | None:
-    """The recorded step with a number, or the first one for 0. Raises `UserError` where it is none of them."""
-    if number and number not in recorded:
-        raise UserError(f"step={number}: {name} has recorded {', '.join(map(str, recorded)) or 'no step'}")
-    return recorded[number] if number else next(iter(recorded.values()), None)
 
 
 def _agreement(both: ReportComparison) -> dict[str, Any]:
@@ -238,11 +243,6 @@ def _events(here: RunDirectory, after: int) -> tuple[list[dict[str, Any]], int]:
     return results, after
 
 
-def _reports(here: RunDirectory) -> dict[str, StepReport]:
-    there = (name for name in ("predicted", "measured") if here.report(name).is_file())
-    return {name: StepReport.read(here.report(name)) for name in there}
-
-
 def _event_tables(run_events: list[dict[str, Any]]) -> dict[str, Table]:
     """Losses of steps and of validation, and loads of experts, by the names of their figures."""
 
@@ -288,6 +288,41 @@ def ledger_table(both: ReportComparison) -> Table:
         columns["equal"] = [row.equal for row in rows]
     columns["payload"] = [row.key.payload_bytes * row.count_b for row in rows]
     return Table("Ledger: the collectives of one steady step", columns, {"payload": "bytes", "elements": "count"})
+
+
+def memory_step(traces: Sequence[StepMemory]) -> dict[str, Table]:
+    """Tables "over" (the curve of each rank) and "peak" (tensors at the peak)."""
+    labels = [BYTE_CLASSES[name].label for name in CLASSES]
+    points = [
+        (one.rank, at, *(one.bytes[name][i] for name in CLASSES)) for one in traces for i, at in enumerate(one.at)
+    ]
+    units = {"rank": "", "at": "seconds", **dict.fromkeys(labels, "bytes")}
+    tensors = [
+        (one.rank, BYTE_CLASSES[row.byte_class].label, row.what, row.count, row.bytes)
+        for one in traces
+        for row in one.tensors
+    ]
+    columns = {"rank": "", "class": "", "tensors": "", "count": "count", "bytes": "bytes"}
+    over = Table.of_rows("Memory over one step", units, points)
+    return {"over": over, "peak": Table.of_rows("The largest tensors at the peak", columns, tensors)}
+
+
+def peak_bars(traces: Sequence[StepMemory]) -> list[dict[str, Any]]:
+    """The largest tensors at the peak of the first rank."""
+    bars = []
+    for row in traces[0].tensors[:SHOWN]:
+        made_by, _, shape = row.what.partition(" ")
+        detail = f"{row.count} x {shape}" if row.count > 1 else shape
+        parts = [(row.byte_class, row.bytes)]
+        bars.append({"label": made_by, "detail": detail, "total": row.bytes, "parts": parts, "words": ""})
+    return bars
+
+
+def peak_words(one: StepMemory) -> str:
+    """When a rank's peak was, and how much was there."""
+    total = format_bytes(sum(one.peak.values()))
+    when = f"{format_time(one.peak_at)} after step {one.step} began, which took {format_time(one.seconds)}"
+    return f"rank {one.rank}: {total} in {one.during}, {when}"
 
 
 def _how_steps(here: RunDirectory, run: Mapping[str, Any]) -> How:

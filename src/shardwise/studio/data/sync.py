@@ -12,7 +12,7 @@ from shardwise import validation
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.keys import CHOICES
-from shardwise.layout.recorded_run import RecordedRun, recorded_run
+from shardwise.layout.recorded_run import recorded_run
 from shardwise.layout.sync import names_of
 from shardwise.layout.virtual_run import virtual_run
 from shardwise.report.run_directory import RunDirectory
@@ -324,11 +324,13 @@ def _view_of_run(query: Query, choices: dict[str, list[Any]], here: RunDirectory
     if server >= len(records):
         raise UserError(f"server={server}: this run has {len(records)}, from 0 on")
     tables, drawn = _figures(recorded.layout, records[server])
-    tables |= _run_tables(recorded)
     if recorded.rounds:
+        tables["rounds"] = rounds_table(recorded.rounds)
         # Only rank 0's replica writes events: nothing is known of the others' times, or of waiting.
         del tables["workers"], drawn["bars"], drawn["summary"]["waiting_share"]
         drawn["sentence"] = "Rounds of rank 0's replica; each ends with an outer step of all replicas."
+    if recorded.traffic:
+        tables["traffic"] = traffic_table(recorded.traffic)
     head = [f"Measured by server {server} in seconds since this start of the run." if recorded.records else "Measured."]
     how = _explained(tables, head, command)
     return View(query.state, choices, tables, how, more | drawn)
@@ -338,11 +340,6 @@ def _explained(tables: Mapping[str, Table], head: list[str], command: str, sourc
     """How each table came about. Incast is a measurement of its own, whatever is shown beside it."""
     how = {name: How([*head, *_LINES.get(name, ())], command, source) for name in tables}
     return how | {name: incast_how() for name in how if name == "incast"}
-
-
-def _run_tables(recorded: RecordedRun) -> dict[str, Table]:
-    tables = {"rounds": rounds_table(recorded.rounds)} if recorded.rounds else {}
-    return tables | ({"traffic": traffic_table(recorded.traffic)} if recorded.traffic else {})
 
 
 def _nothing(layout: Layout) -> str:

@@ -122,7 +122,9 @@ def data(params: Mapping[str, str]) -> View:
     model, cluster, layouts = it.model, it.cluster, it.layouts
     comparison = compare(model, layouts, cluster, it.request)
     steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), it.request.seq)
-    ways = [_way(model, layout, cluster, it.request) for layout in layouts]
+    strategies = [_strategy(model, layout, cluster) for layout in layouts]
+    half = it.request.prompt + it.request.output / 2
+    ways = [decode_ops.way(one, it.request.batch, half) for one in strategies]
     inside = [tokens_layer.steps(model, *item, it.request.batch) for item in zip(layouts, ways, strict=True)]
     held = [tokens_holdings.pieces(model, layout) for layout in layouts]
     computed = _Computed(
@@ -137,13 +139,14 @@ def data(params: Mapping[str, str]) -> View:
         ways,
         tokens_product.product(model, layouts, inside),
         tokens_layer.clock(model, layouts, ways),
-        flip_table([_strategy(model, layout, cluster) for layout in layouts]),
+        flip_table(strategies),
     )
     return View(it.state, it.choices, _tables(computed), _hows(computed), _more(computed))
 
 
 def _tables(one: _Computed) -> dict[str, Table]:
     it = one.it
+    parts = [(str(item.layout), item.middle.parts) for item in one.ones]
     return {
         "compared": _compared(one.ones, it.request),
         "race": _raced(one.ones, it.request),
@@ -152,7 +155,7 @@ def _tables(one: _Computed) -> dict[str, Table]:
         "layer": tokens_layer.layer_table(one.layers),
         "clock": tokens_layer.clock_table(it.layouts, one.clock),
         "through": tokens_layer.through_table(it.model, it.layouts, one.ways),
-        "where": _where(one.ones),
+        "where": Table.of_parts("Where a token's time goes", "strategy", time_parts.TOKEN, parts),
         "flip": one.flip,
         "trained": trained_table(one.steps),
         "shares": shares_table(one.ones, one.steps),
@@ -166,6 +169,8 @@ def _hows(one: _Computed) -> dict[str, How]:
     usual_link = it.cluster == Cluster.parse(str(it.state["cluster"]))  # which `estimate` has no option for
     trains = command_line(*training_command(it.words, one.steps[-1])) if usual_link else ""
     zero = command_line("estimate", "--params", count(it.model), "--zero-table", it.state["gpus"])
+    timed = [(item.layout, item.middle) for item in one.ones]
+    sums = [f"{layout}: {time_parts.as_sum(time.parts, time_parts.TOKEN, time.seconds)}" for layout, time in timed]
     return {
         "compared": _how_compared(one.ones, it.model, it.request, it.command),
         "race": How([LINEAR, *_how_bytes(one.ones, it.model)], it.command, source),
@@ -174,7 +179,7 @@ def _hows(one: _Computed) -> dict[str, How]:
         "layer": tokens_layer.how_layer(one.layers, it.command),
         "clock": tokens_layer.how_layer(one.layers, it.command),
         "through": tokens_layer.how_through(it.layouts, one.ways, it.command),
-        "where": How([f"{each.layout}: {_sum_of(each)}" for each in one.ones], it.command, source),
+        "where": How(sums, it.command, source),
         "flip": How([FLIP], it.command, source),
         "trained": How(how_drawn(one.steps), trains, "docs/prediction.md"),
         "shares": How([SHARES], it.command, source),
@@ -339,10 +344,6 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStr
     return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
 
 
-def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
-    return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
-
-
 @lru_cache(maxsize=64)
 def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, prompt: int, output: int) -> list[float]:
     contexts = range(prompt + 1, prompt + output + 1)
@@ -414,21 +415,6 @@ def _raced(ones: tuple[Generated, ...], request: Asked) -> Table:
         "a device sends": ("bytes", lambda one: float(one.round.volume.total)),
     }
     return Table.of(f"The race; bytes and times are those of {step_words(request)}", ones, columns)
-
-
-def _where(ones: tuple[Generated, ...]) -> Table:
-    columns: dict[str, list[Any]] = {"strategy": [str(one.layout) for one in ones]}
-    for name, words in time_parts.TOKEN.items():
-        values = [float(one.middle.parts.get(name, 0.0)) for one in ones]
-        if any(values):
-            columns[words] = values
-    return Table("Where a token's time goes", columns, dict.fromkeys(list(columns)[1:], "seconds"))
-
-
-def _sum_of(one: Generated) -> str:
-    parts = {words: float(one.middle.parts.get(name, 0.0)) for name, words in time_parts.TOKEN.items()}
-    sums = " + ".join(f"{words} {format_time(seconds)}" for words, seconds in parts.items() if seconds > 0)
-    return f"{sums} = {format_time(one.middle.seconds)}"
 
 
 def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, request: Asked, command: str) -> How:

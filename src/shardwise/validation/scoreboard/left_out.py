@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from shardwise.model.parameters import count
 from shardwise.predict.time.constants import Constants, uncertainty
 from shardwise.predict.time.ranges import Range
@@ -91,10 +89,10 @@ def left_out_scores(cases: Sequence[PublishedCase], skipped: Sequence[Skipped] =
     """One score for each source, in the order in which they appear. skipped: rows that are no cases."""
     inside, refused = predict(cases)
     outside = left_out(cases)
-    made: list[LeftOutScore] = []
-    for score in scores(inside, [*skipped, *refused]):
-        made.append(_score(score, inside, [pair for pair in outside if pair[0].case.source == score.source]))
-    return made
+    return [
+        _score(score, inside, [pair for pair in outside if pair[0].case.source == score.source])
+        for score in scores(inside, [*skipped, *refused])
+    ]
 
 
 def _score(score: Score, inside: Sequence[Prediction], outside: Sequence[tuple[Prediction, Range]]) -> LeftOutScore:
@@ -139,4 +137,4 @@ def interval_score(one: Prediction, around: Range) -> float:
 
 def weighted_coverage(made: Sequence[LeftOutScore]) -> float:
     """Share of rows inside their ranges, the mean over sources."""
-    return float(np.mean([score.coverage for score in made if score.coverage is not None]))
+    return fmean(score.coverage for score in made if score.coverage is not None)
