@@ -1,8 +1,7 @@
 """Model configuration: the few numbers that fix every parameter's shape and the mathematics of a decoder.
 
-`ModelConfig` is the only description of a model in shardwise. It comes from a Hugging Face `config.json`
-(`huggingface.py`), from the catalog (`catalog.py`) or from its constructor, and everything else is derived from it:
-parameters (`parameters.py`), the decoder, the placement of tensors, the predictions.
+`ModelConfig` comes from a Hugging Face `config.json` (`huggingface.py`), from the catalog (`catalog.py`) or from its
+constructor. Its parts (`blueprint.py`), as those of a user's module, are what layouts, checkpoints and predictions read.
 """
 
 import math
