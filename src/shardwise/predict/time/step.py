@@ -115,9 +115,14 @@ class PricedStep:
         micro, fill = self._stages()
         parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
         parts["bubble"] = fill
-        # Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill.
-        steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
-        parts["pipeline"] = np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
+        layers, _ = split.layers_held(self.model.layers)
+        forward, weights = layers * self.found.forward, layers * self.found.weights
+        near = split.tp * split.cp * split.dp < self.pricing.collectives.per_node
+        steady = 2 * split.virtual * sent.hop
+        if engine.pipeline_overlap:
+            steady = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
+        hops = split.micro_batches * steady + 2 * sent.hop * (split.pp - 1)  # and those of the fill
+        parts["pipeline"] = np.where(np.asarray(split.pp) > 1, hops, 0.0)
         # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp
         # micro-batches.
         rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
@@ -267,6 +272,26 @@ class PricedStep:
         dense, routed = held_parameters(self.model, self.split, self.engine)
         numel = dense / np.where(np.asarray(self.split.zero) > 0, self.split.shard, 1)
         return numel + routed / self.split.expert_shard
+
+
+def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weights: Num, near: Any) -> Num:
+    """Seconds per micro-batch for which a stage waits for messages that go on beside computation.
+
+    A rank sends no faster than its link does: forward and backward, once per chunk. And under 1F1B the stage that is i
+    before the last has i + 1 micro-batches under way, whose round trip has 2i messages in it: per micro-batch of the
+    first stage 2 (p - 1) / p, or less where gradients of weights are computed meanwhile (zb-h1). Chunks hide this.
+
+    hop: of one message. busy: of a micro-batch on the busiest stage; forward, weights: its forward pass, and its
+    gradients of weights. near: whether one of a rank's two neighbors is in its node.
+    """
+    p, virtual = np.asarray(split.pp), np.asarray(split.virtual)
+    if split.schedule == "gpipe":  # all forward messages, and then all backward ones
+        return np.maximum(hop - forward, 0.0) + np.maximum(hop - (busy - forward), 0.0)
+    # Two ranks alone have one neighbor, and no message around the end of a chunk.
+    sends = np.where((p > 2) & near, virtual, 2 * virtual - (p == 2))
+    spare = weights if split.schedule == "zb-h1" else 0.0
+    trip = np.where(virtual == 1, np.maximum(2 * hop - spare, 0.0) * (p - 1) / p, 0.0)
+    return np.maximum(sends * hop - busy, trip)
 
 
 def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> Num:

@@ -94,20 +94,12 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     table = table_held(model, split, engine)
     table_gather = _gathered(table, split_up, split.tp, split, pricing)
     return Traffic(
-        reduce,
-        gather,
-        replicas,
-        unit_gather,
-        unit_reduce,
-        unit_again,
-        table_gather,
+        reduce, gather, replicas, unit_gather, unit_reduce, unit_again, table_gather,
         _reduced(table_held(model, split, engine, trained=True), grad_bytes, split_up, split.tp, split, pricing),
-        again(table, table_gather),
-        _tied(model, split, engine, pricing),
-        _partial(model, split, engine, pricing),
+        again(table, table_gather), _tied(model, split, engine, pricing), _partial(model, split, engine, pricing),
         _copies(unit + unit_routed, trained + unit_routed, split_up, split, engine, pricing),
         _hop(model, split, engine, pricing),
-    )
+    )  # fmt: skip
 
 
 def _copies(
