@@ -175,6 +175,13 @@ class PricedStep:
         ratio = all_of_it / (all_of_it - busiest["host"])
         fill = np.maximum(through * ratio - all_of_it, 0.0) * self.share
         table = self._table()
+        if self.engine.gather_overlap and self.engine.grad_overlap:
+            # Beside what the blocks' own traffic leaves of their computation, and the head's.
+            gathers, reduce = self._of_block()
+            beside = total(found.block, "host")
+            left = layers * np.maximum(beside - gathers - reduce, 0.0) + tail * total(found.last, "host")
+            busiest["data"] = busiest["data"] + np.maximum(table * np.where(alone, tables, 1.0) - left, 0.0)
+            return busiest, np.where(alone, 0.0, fill)
         busiest["data"] = busiest["data"] + table * tables
         # Of both ends' tables, the fill waits for those that are not on the busiest stage.
         return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
@@ -195,10 +202,8 @@ class PricedStep:
         return np.where(once, times / np.asarray(split.micro_batches), 1.0 + again - kept / self.model.layers)
 
     def _table(self) -> Num:
-        """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered
-        once a micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
-        if self.engine.gather_overlap and self.engine.grad_overlap:
-            return 0.0
+        """Stage 3 gathers and reduces tables, too. One is gathered once a micro-batch: the embedding's is used in one
+        pass, and that of the head in one right after the other."""
         sent, gathers, once = self.sent, np.minimum(self._gathers(), 1.0), 1 / np.asarray(self.split.micro_batches)
         if self.engine.tied_apart and self.model.tied:
             gathers = np.where(np.asarray(self.split.pp) == 1, once, gathers)
@@ -253,19 +258,23 @@ class PricedStep:
 
         The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
         """
-        split, engine, sent = self.split, self.engine, self.sent
-        if not np.any(np.asarray(split.zero) == 3):
+        engine, sent = self.engine, self.sent
+        if not np.any(np.asarray(self.split.zero) == 3):
             return 0.0 * busy
-        # Under hpz all gathers but the first one of a step are among few ranks.
-        count, reduce = self._gathers(), sent.unit_reduce
-        nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(split.micro_batches))
-        gathers = count * sent.unit_gather - nearer
+        count, (gathers, reduce) = self._gathers(), self._of_block()
         beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
         alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
         ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / self.model.layers
         copies = count * sent.unit_copies[0] + sent.unit_copies[1]
         exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
         return exposed + self.pricing.constants.value("contention") * np.minimum(beside, busy)
+
+    def _of_block(self) -> tuple[Num, Num]:
+        """Seconds of a block's gathers in one micro-batch, and of its reduction, at stage 3."""
+        # Under hpz all gathers but the first one of a step are among few ranks.
+        sent, count = self.sent, self._gathers()
+        nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(self.split.micro_batches))
+        return count * sent.unit_gather - nearer, sent.unit_reduce
 
     def _updated(self) -> Num:
         """Parameters of the busiest rank that its optimizer updates: of its shard."""
