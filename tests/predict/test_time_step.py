@@ -330,7 +330,9 @@ def test_messages_beside_computation_take_what_a_simulation_says(name):
         assert alone + 64 * told + 2 * hop * (p - 1) == pytest.approx(real, rel=0.04)
 
 
-@pytest.mark.parametrize("text", ["dp=16,zero=3", "dp=2,tp=8,zero=3,sp", "dp=8,pp=2,zero=1", "tp=8,pp=2,sp"])
+@pytest.mark.parametrize(
+    "text", ["dp=16,zero=3", "dp=2,tp=8,zero=3,sp", "dp=8,pp=2,zero=1", "tp=8,pp=2,sp", "tp=16,sp", "tp=16"]
+)
 def test_no_step_is_shorter_than_its_traffic_over_a_slow_network(text):
     cluster, workload = Cluster.parse("2x8xH100").with_network("10Gb"), Workload(4096, 64)
     step = step_seconds(LLAMA, Layout.parse(text), workload, cluster)
