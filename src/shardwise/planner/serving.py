@@ -47,14 +47,7 @@ from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, expert_padding
-from shardwise.predict.memory.serving import (
-    ServedStage,
-    ServingSetup,
-    held_by,
-    page_bytes,
-    passing_bytes,
-    stage_bytes,
-)
+from shardwise.predict.memory.serving import ServedStage, ServingSetup, held_by, page_bytes, passing_bytes, stage_bytes
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for

@@ -11,14 +11,7 @@ from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.experts import experts_across
-from shardwise.layout.serving import (
-    check_generation,
-    check_length,
-    plan_of,
-    replicas_in_step,
-    rows_here,
-    sequences_of,
-)
+from shardwise.layout.serving import check_generation, check_length, plan_of, replicas_in_step, rows_here, sequences_of
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
