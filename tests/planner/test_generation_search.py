@@ -7,7 +7,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import TYPES, plan_serving
-from shardwise.planner.strategies import Asked, compare, usual_layouts
+from shardwise.planner.strategies import Asked, compare, usual_layouts, usual_server
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster
 from shardwise.predict.time import engine
@@ -128,6 +128,11 @@ def test_the_best_without_loss_may_have_fewer_clients_within_the_bounds():
     found = plan_serving(LLAMA, NODE, prompt=1024, output=256, ttft=0.5, tpot=0.02)
     assert found.winner.lossy and not found.lossless.lossy and found.lossless.token <= 0.02
     assert f"with {found.lossless.batch} clients" in str(found) and found.lossless.batch < found.workload.concurrency
+
+
+def test_no_device_of_another_maker_runs_tensorrt() -> None:
+    usual = {name: usual_server(Cluster.parse(name)) for name in ("1xH100", "1xL4", "1xMI300X", "1xTPU-v5e", "1xCPU")}
+    assert list(usual.values()) == ["tensorrt-llm", "tensorrt-llm", "vllm", "vllm", "shardwise-cpu"]
 
 
 def test_what_was_weighed():

@@ -42,13 +42,12 @@ from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.shortfall import more_devices
 from shardwise.planner.space import divisors, powers
-from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
+from shardwise.planner.strategies import CHUNK, crossover, serving_engine, usual_server
 from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, expert_padding
 from shardwise.predict.memory.serving import ServedStage, ServingSetup, held_by, page_bytes, passing_bytes, stage_bytes
-from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.pricing import Pricing
@@ -322,7 +321,7 @@ def plan_serving(
     workload = workload if rate is None else replace(workload, concurrency=1)
     shown, top = numbers_of(top, by)
     _check(model, cluster, workload, top)
-    engine = engine or usual_engine(cluster, ENGINE)
+    engine = engine or usual_server(cluster)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
     if kv_cache not in KV_CACHES:
@@ -441,7 +440,7 @@ def fastest_deployment(
     """The deployment of most tokens/s without context or expert parallelism, with any type of weights; None where
     nothing fits. Raises `UserError` as `plan_serving` does."""
     _check(model, cluster, workload, 1)
-    profile = serving_engine(engine or usual_engine(cluster, ENGINE))
+    profile = serving_engine(engine or usual_server(cluster))
     space = _Space(model, cluster, workload, profile, _room(cluster, profile))
     result = [one for weights in space.types for one in space.split(weights, curve=False)[0]]
     return min(result, key=lambda one: _order(one, "throughput"), default=None)
