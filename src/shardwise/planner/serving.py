@@ -587,16 +587,16 @@ class _Space:
         both = [self.split(kind) for kind in self.types]
         counted, free = ([one for pair in both for one in pair[i]] for i in (0, 1))
         spread = self.spread()
-        free += [one for one, asked in spread if not asked]
+        free += [one for one, given in spread if not given]
         gathered, others = list(self.gathered()), [one for kind in self.types for one in self.context_parallel(kind)]
-        others += [one for one, asked in spread if asked]
+        others += [one for one, given in spread if given]
         if not (counted or gathered or others):
             raise self.nothing()
         return counted, free, gathered, others
 
     def unhurried(self) -> list[Deployment]:
         """Deployments that fit, for as many clients as sequences."""
-        spread = [one for one, asked in self.spread() if not asked]
+        spread = [one for one, given in self.spread() if not given]
         return [one for kind in self.types for one in self.split(kind)[1]] + spread
 
     def spread(self) -> list[tuple[Deployment, bool]]:
@@ -758,8 +758,8 @@ class _Space:
         # Without a pipeline, and without bubbles in it, a rank is busy all the time.
         busy = prompt.seconds - prompt.parts.get("bubble", 0.0)
         there = self.workload.concurrency if self.queues else min(self.workload.concurrency, dp * most)
-        wanted = [(there, True)] * (dp <= there or not curve) + [(dp * batch, False) for batch in powers(most)] * curve
-        for clients, asked in wanted:
+        numbers = [(there, True)] * (dp <= there or not curve) + [(dp * batch, False) for batch in powers(most)] * curve
+        for clients, given in numbers:
             busiest = ceil(clients / dp)
             batch = min(most, busiest)
             token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
@@ -769,7 +769,7 @@ class _Space:
             yield Deployment(
                 layout, weights, batch, first, each, rate, **dict(zip(RANK_BYTES, memory.row(batch), strict=True)),
                 cache_tokens=pages * PAGE, cache=self.cache_of(weights), lossy=self.lossy(weights),
-            ), asked  # fmt: skip
+            ), given  # fmt: skip
 
     def strategy(self, layout: Layout, weights: str) -> DecodeStrategy:
         """The decode strategy that prices a layout and a type of weights."""

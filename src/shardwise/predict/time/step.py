@@ -117,7 +117,7 @@ class PricedStep:
         parts["bubble"] = fill
         layers, _ = split.layers_held(self.model.layers)
         forward, weights = layers * self.found.forward, layers * self.found.weights
-        near = split.tp * split.cp * split.dp < self.pricing.collectives.per_node
+        near = split.stage_ranks < self.pricing.collectives.per_node
         steady = 2 * split.virtual * sent.hop
         if engine.pipeline_overlap:
             steady = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
