@@ -116,16 +116,9 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     inside = [n for n in range(2, among) if among % n == 0]
     qgz = draw(st.booleans()) if zero else False
     return Layout(
-        dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp, sp=sp,
-        ep=ep,
-        shard=shard,
-        hpz=draw(st.sampled_from([0, *inside])) if zero == 3 else 0,
-        qwz=draw(st.booleans()) if zero == 3 else False,
-        qgz=qgz,
-        feedback=draw(st.booleans()) if qgz else False,
+        dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp, sp=sp, ep=ep, shard=shard,
+        hpz=draw(st.sampled_from([0, *inside])) if zero == 3 else 0, qwz=draw(st.booleans()) if zero == 3 else False,
+        qgz=qgz, feedback=draw(st.booleans()) if qgz else False,
         stages=draw(st.sampled_from([(), tuple(draw(st.integers(1, 30)) for _ in range(pp * virtual))])),
-        micro=draw(st.integers(1, 8)),
-        order=draw(st.sampled_from(ORDERS)),
-        **words,
-        **sync,
-    )  # fmt: skip
+        micro=draw(st.integers(1, 8)), order=draw(st.sampled_from(ORDERS)), **words, **sync,
+    )  # fmt: skip  # fmt: skip

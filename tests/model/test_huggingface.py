@@ -281,23 +281,12 @@ def llamas(draw):
     low, high = st.floats(1e-300, 1.0), st.floats(2.0, 1e300)
     scaling = st.builds(RopeScaling, POSITIVE, low, high, SIZES)
     return ModelConfig(
-        name=draw(st.text(min_size=1)),
-        vocab=draw(SIZES),
-        hidden=draw(SIZES),
-        layers=draw(st.integers(1, 200)),
-        heads=kv_heads * groups,
-        ffn=draw(SIZES),
-        max_positions=draw(SIZES),
-        kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 1024)),
-        norm_eps=draw(POSITIVE),
-        rope_theta=draw(POSITIVE),
-        rope_scaling=draw(st.none() | scaling),
-        bias=bias,
-        qk_norm=bias == "none" and draw(st.booleans()),
-        tied=draw(st.booleans()),
-        attention_dropout=draw(RATES),
-    )
+        name=draw(st.text(min_size=1)), vocab=draw(SIZES), hidden=draw(SIZES), layers=draw(st.integers(1, 200)),
+        heads=kv_heads * groups, ffn=draw(SIZES), max_positions=draw(SIZES), kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 1024)), norm_eps=draw(POSITIVE), rope_theta=draw(POSITIVE),
+        rope_scaling=draw(st.none() | scaling), bias=bias, qk_norm=bias == "none" and draw(st.booleans()),
+        tied=draw(st.booleans()), attention_dropout=draw(RATES),
+    )  # fmt: skip
 
 
 @st.composite
@@ -305,26 +294,13 @@ def gpts(draw):
     heads, head_dim = draw(st.integers(1, 128)), 4 * draw(st.integers(1, 256))
     rope = draw(st.booleans())
     return ModelConfig(
-        name=draw(st.text(min_size=1)),
-        vocab=draw(SIZES),
-        hidden=heads * head_dim,
-        layers=draw(SIZES),
-        heads=heads,
-        ffn=draw(SIZES),
-        max_positions=draw(SIZES),
-        norm="layernorm",
-        norm_eps=draw(POSITIVE),
-        positions="rope" if rope else "learned",
-        rope_theta=draw(POSITIVE) if rope else 10000.0,
+        name=draw(st.text(min_size=1)), vocab=draw(SIZES), hidden=heads * head_dim, layers=draw(SIZES), heads=heads,
+        ffn=draw(SIZES), max_positions=draw(SIZES), norm="layernorm", norm_eps=draw(POSITIVE),
+        positions="rope" if rope else "learned", rope_theta=draw(POSITIVE) if rope else 10000.0,
         rotary_fraction=draw(st.sampled_from([0.5, 1.0])) if rope else 1.0,
-        activation=draw(st.sampled_from(["gelu", "gelu_tanh"])),
-        gated=False,
-        bias="all",
-        tied=draw(st.booleans()),
-        parallel_residual=rope and draw(st.booleans()),
-        dropout=draw(RATES),
-        attention_dropout=draw(RATES),
-    )
+        activation=draw(st.sampled_from(["gelu", "gelu_tanh"])), gated=False, bias="all", tied=draw(st.booleans()),
+        parallel_residual=rope and draw(st.booleans()), dropout=draw(RATES), attention_dropout=draw(RATES),
+    )  # fmt: skip
 
 
 @st.composite

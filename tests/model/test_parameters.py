@@ -38,25 +38,13 @@ def models(draw):
         router_bias=st.booleans(),
     )
     return ModelConfig(
-        name="model",
-        vocab=draw(SIZES),
-        hidden=draw(SIZES),
-        layers=layers,
-        heads=kv_heads if latent else kv_heads * groups,
-        ffn=draw(SIZES),
-        max_positions=draw(SIZES),
-        kv_heads=kv_heads,
-        head_dim=0 if latent else 2 * draw(st.integers(1, 8)),
-        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
-        positions=draw(st.sampled_from(["rope", "learned", "alibi"])),
-        gated=draw(st.booleans()),
-        bias=draw(st.sampled_from(["none", "qkv", "all"])),
-        qk_norm=draw(st.booleans()),
-        tied=draw(st.booleans()),
-        embedding_norm=draw(st.booleans()),
-        experts=draw(st.none() | experts),
-        latent_attention=latent,
-    )
+        name="model", vocab=draw(SIZES), hidden=draw(SIZES), layers=layers,
+        heads=kv_heads if latent else kv_heads * groups, ffn=draw(SIZES), max_positions=draw(SIZES), kv_heads=kv_heads,
+        head_dim=0 if latent else 2 * draw(st.integers(1, 8)), norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        positions=draw(st.sampled_from(["rope", "learned", "alibi"])), gated=draw(st.booleans()),
+        bias=draw(st.sampled_from(["none", "qkv", "all"])), qk_norm=draw(st.booleans()), tied=draw(st.booleans()),
+        embedding_norm=draw(st.booleans()), experts=draw(st.none() | experts), latent_attention=latent,
+    )  # fmt: skip
 
 
 @given(config=models())

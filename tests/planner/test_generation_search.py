@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from shardwise.cluster import Cluster
@@ -5,7 +7,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import TYPES, plan_serving
-from shardwise.planner.strategies import Asked, compare, usual_layouts
+from shardwise.planner.strategies import Asked, compare, usual_layouts, usual_server
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster
 from shardwise.predict.time import engine
@@ -111,6 +113,26 @@ def test_orders_and_the_curve():
     pairs = [(one.token, one.tokens_per_second) for one in curve]
     assert pairs == sorted(pairs) and len(pairs) > 3
     assert [rate for _, rate in pairs] == sorted(rate for _, rate in pairs)
+
+
+def test_no_deployment_beats_the_curve_that_experts_spread_over_ranks_are_on():
+    found = plan_serving("mixtral-8x7b", Cluster.parse("2xH100"), replace(ASKED, concurrency=64), top=10_000)
+    assert any(one.layout.ep > 1 for one in found.curve)
+    for one in found.ranked:  # fewer clients on the curve are as fast, or as many tokens come as soon
+        assert any(each.token <= one.token * 1.01 for each in found.curve)
+        best = max(each.tokens_per_second for each in found.curve if each.token <= one.token * 1.01)
+        assert best >= one.tokens_per_second * 0.99
+
+
+def test_the_best_without_loss_may_have_fewer_clients_within_the_bounds():
+    found = plan_serving(LLAMA, NODE, prompt=1024, output=256, ttft=0.5, tpot=0.02)
+    assert found.winner.lossy and not found.lossless.lossy and found.lossless.token <= 0.02
+    assert f"with {found.lossless.batch} clients" in str(found) and found.lossless.batch < found.workload.concurrency
+
+
+def test_no_device_of_another_maker_runs_tensorrt() -> None:
+    usual = {name: usual_server(Cluster.parse(name)) for name in ("1xH100", "1xL4", "1xMI300X", "1xTPU-v5e", "1xCPU")}
+    assert list(usual.values()) == ["tensorrt-llm", "tensorrt-llm", "vllm", "vllm", "shardwise-cpu"]
 
 
 def test_what_was_weighed():

@@ -11,6 +11,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model.catalog import get
+from shardwise.model.lora import Lora
 from shardwise.planner import Space, plan, price_one
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory
@@ -116,6 +117,14 @@ def test_a_host_that_is_too_small_holds_nothing():
     large = plan(model, small.with_host_memory(10**12), workload, fix=fixed)
     assert 0 < large.winner.node.host <= 10**12
     assert plan(model, small, workload, fix=fixed_of("offload=nvme")).winner.node.disk > 0
+
+
+def test_adapters_that_do_not_fit_are_told_what_they_can_have() -> None:
+    model = get("llama-3-405b").replace(lora=Lora(16))
+    with pytest.raises(UserError, match=r"does not fit 8xH100.*base=nf4.* or take 2x8xH100") as error:
+        plan(model, "8xH100", Workload(4096, 64))
+    assert "offload" not in str(error.value)  # parameters off the device are not priced beside adapters
+    assert plan(model.replace(lora=Lora(16, base="nf4")), "8xH100", Workload(4096, 64), explain=False).ranked
 
 
 def test_the_ranks_of_a_cpu_have_one_memory_for_both():

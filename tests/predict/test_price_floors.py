@@ -205,14 +205,9 @@ def check_training(model: str, cluster_text: str, layout: Layout, workload: Work
 
 
 def check_ledger(
-    report: StepReport,
-    model: ModelConfig,
-    mesh: Mesh,
-    cluster: Cluster,
-    layout: Layout,
-    case: str,
+    report: StepReport, model: ModelConfig, mesh: Mesh, cluster: Cluster, layout: Layout, case: str,
     within: float = 0.1,
-) -> None:
+) -> None:  # fmt: skip
     """What a step sends is priced as if its ledger were, row by row: neither less nor twice. A pipeline's messages are
     left out: their price includes the fill."""
     collectives, uneven = Pricing(cluster, layout=layout).collectives, model.layers % (layout.pp * layout.virtual)
@@ -278,14 +273,9 @@ def check_engine(model: str, cluster_text: str, layout: Layout, workload: Worklo
 
 
 def check(
-    timing: dict[str, Any],
-    model: ModelConfig,
-    layout: Layout,
-    workload: Workload,
-    cluster: Cluster,
-    gradient: float,
+    timing: dict[str, Any], model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, gradient: float,
     update: float = update_bytes("adamw"),
-) -> None:
+) -> None:  # fmt: skip
     parts = timing["parts"] | {"products": timing["parts"]["matmul"] + timing["parts"]["attention"]}
     for name, floor in computed_floors(model, layout, workload, cluster, gradient, update).items():
         assert parts[name] >= floor * 0.98, (

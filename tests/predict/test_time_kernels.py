@@ -133,3 +133,11 @@ def test_products_in_a_row_run_at_the_rate_that_the_power_limit_leaves():
     assert alone > 7.5e14
     # What does not reach it is as fast as alone.
     assert float(found.matmul(64, 4096, 4096)) == float(found._isolated(64, 4096, 4096, "bfloat16", 1.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_alone_in_fewer_bits_are_multiplied_at_the_rate_of_16_bits(device):
+    known = constants(lookup(device).device)
+    if {"bfloat16", "float16"} & known.peaks.keys():
+        wide = known.ceiling("bfloat16")
+        assert known.ceiling("int8") == known.ceiling("int4") == wide

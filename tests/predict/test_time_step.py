@@ -34,7 +34,7 @@ from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.network import _worth_asking
 from shardwise.predict.time.pieces import Pieces, pieces, total
 from shardwise.predict.time.split import held_of
-from shardwise.predict.time.step import bubble_share, link_seconds
+from shardwise.predict.time.step import bubble_share, exposed_messages, link_seconds
 from shardwise.schedule.choose import pricer
 from shardwise.schedule.pipeline import build, find
 from shardwise.schedule.pipeline.simulate import simulate
@@ -93,11 +93,8 @@ def test_parts_add_up(name):
 @given(st.floats(0.05, 1.0), POWERS, POWERS, st.sampled_from([0, 1, 3]))
 def test_a_slower_link_is_not_faster(share, tp, pp, zero):
     cluster = Cluster.parse("4x8xH100")
-    slow = replace(
-        cluster,
-        intra=Link(cluster.intra.alpha, cluster.intra.bandwidth * share),
-        inter=Link(cluster.inter.alpha, cluster.inter.bandwidth * share),
-    )
+    intra, inter = (Link(link.alpha, link.bandwidth * share) for link in (cluster.intra, cluster.inter))
+    slow = replace(cluster, intra=intra, inter=inter)
     split = StepShape(4096, micro_batches=8, tp=tp, pp=pp, dp=2, zero=zero, shard=2)
     fast, slower = (
         float(training_step(LLAMA, split, engine("megatron-lm-2022"), Pricing(on)).seconds) for on in (cluster, slow)
@@ -324,6 +321,25 @@ def test_shares_are_those_of_simulated_schedules(name):
             assert told == pytest.approx(real), (p, m, v, seconds)
             exact += 1
     assert exact > 20
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_messages_beside_computation_take_what_a_simulation_says(name):
+    for p, hop in product((2, 4, 8), (0.05, 0.6, 1.5, 2.5)):
+        told = exposed_messages(StepShape(1, pp=p, schedule=name), hop, 3.0, 1.0, 1.0, near=False)
+        schedule, times = build(name, p, 64), Times.equal(p, 1, 1, 1)
+        alone, real = (simulate(schedule, each).makespan for each in (times, times.with_hop(hop)))
+        assert alone + 64 * told + 2 * hop * (p - 1) == pytest.approx(real, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=16,zero=3", "dp=2,tp=8,zero=3,sp", "dp=8,pp=2,zero=1", "tp=8,pp=2,sp", "tp=16,sp", "tp=16"]
+)
+def test_no_step_is_shorter_than_its_traffic_over_a_slow_network(text):
+    cluster, workload = Cluster.parse("2x8xH100").with_network("10Gb"), Workload(4096, 64)
+    step = step_seconds(LLAMA, Layout.parse(text), workload, cluster)
+    one_way = step.links | {"pipeline": step.links["pipeline"] / 2}
+    assert step.seconds > max(one_way.values())
 
 
 def test_arrays_are_numbers_schedules():

@@ -163,14 +163,9 @@ def _most_common(result: Winners, usable: float, top: int) -> Winners:
 
 
 def _searched(
-    space: Space,
-    by: Literal["throughput", "memory", "pareto"],
-    usable: float,
-    top: int,
-    explain: bool,
-    refuses: Refuses | None,
-    bound: Bound | None = None,
-) -> Winners:
+    space: Space, by: Literal["throughput", "memory", "pareto"], usable: float, top: int, explain: bool,
+    refuses: Refuses | None, bound: Bound | None = None,
+) -> Winners:  # fmt: skip
     pricing = Pricing(space.cluster)
     exact = exact_memory(space, refuses)
     found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact, bound=bound)

@@ -81,12 +81,9 @@ class DeviceNeed:
 
 
 def training_needs(
-    model: ModelConfig,
-    workload: Workload,
-    engine: str | None = None,
-    price: float | None = None,
+    model: ModelConfig, workload: Workload, engine: str | None = None, price: float | None = None,
     kinds: Collection[str] | None = None,
-) -> list[DeviceNeed]:
+) -> list[DeviceNeed]:  # fmt: skip
     """For each kind of the catalog the smallest of 1, 2, 4, ... devices on which a training step fits, cheapest tokens
     first.
 
@@ -112,12 +109,9 @@ def training_needs(
 
 
 def serving_needs(
-    model: ModelConfig,
-    workload: Workload,
-    engine: str | None = None,
-    price: float | None = None,
+    model: ModelConfig, workload: Workload, engine: str | None = None, price: float | None = None,
     kinds: Collection[str] | None = None,
-) -> list[DeviceNeed]:
+) -> list[DeviceNeed]:  # fmt: skip
     """For each kind of the catalog the smallest of 1, 2, 4, ... devices that serve the workload's clients, cheapest
     tokens first. Raises `UserError` where none does, and as `plan_serving` does."""
 

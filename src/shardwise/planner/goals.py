@@ -121,14 +121,9 @@ def scaling(space: Space, usable: float, progress: Progress = lambda line: None)
 
 
 def cheapest_cluster(
-    space: Space,
-    usable: float,
-    tokens: float,
-    deadline: float,
-    price: float | None,
-    power: Power | None = None,
+    space: Space, usable: float, tokens: float, deadline: float, price: float | None, power: Power | None = None,
     progress: Progress = lambda line: None,
-) -> Run:
+) -> Run:  # fmt: skip
     """The run of least cost that ends within `deadline` seconds, over clusters of 1, 2, 3, 4, 6, 8, 12, ... nodes,
     until one is in time but costs a fifth more than another.
 

@@ -42,20 +42,12 @@ from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.shortfall import more_devices
 from shardwise.planner.space import divisors, powers
-from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
+from shardwise.planner.strategies import CHUNK, crossover, serving_engine, usual_server
 from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, expert_padding
-from shardwise.predict.memory.serving import (
-    ServedStage,
-    ServingSetup,
-    held_by,
-    page_bytes,
-    passing_bytes,
-    stage_bytes,
-)
-from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.memory.serving import ServedStage, ServingSetup, held_by, page_bytes, passing_bytes, stage_bytes
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.pricing import Pricing
@@ -329,7 +321,7 @@ def plan_serving(
     workload = workload if rate is None else replace(workload, concurrency=1)
     shown, top = numbers_of(top, by)
     _check(model, cluster, workload, top)
-    engine = engine or usual_engine(cluster, ENGINE)
+    engine = engine or usual_server(cluster)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
     if kv_cache not in KV_CACHES:
@@ -347,11 +339,14 @@ def plan_serving(
     ranked = _ranked(everything, workload, by, rate, bounds)
     bounds = tuple(replace(one, best=_most_within([one], unhurried)) for one in bounds)
     curve = _curve(unhurried)
+    lossless = next((one for one in ranked if not one.lossy), None)
+    if lossless is None and not counted:  # with as many clients as the bounds allow it
+        lossless = _most_within(bounds, [one for one in unhurried if not one.lossy])
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(split), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
-        price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
+        price_of(cluster.device, price), lossless, space,
         _apart(space, everything, ranked[0].weights, rate), rate, bounds, shown, assumed,
     )  # fmt: skip
 
@@ -402,8 +397,7 @@ def _clients_at(rate: float, space: _Space) -> int:
     if not 0 < rate < float("inf"):
         raise UserError(f"--rate must be a positive number of requests per second, not {rate:g}")
     output = space.workload.output
-    free = [one for weights in space.types for one in space.split(weights)[1]]
-    if not free:
+    if not (free := space.unhurried()):
         raise space.nothing()
     enough = [one for one in free if one.tokens_per_second >= rate * output]
     if not enough:
@@ -423,8 +417,7 @@ def _most_within(bounds: Sequence[Bound], among: Sequence[Deployment]) -> Deploy
 
 def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
     """Clients of the deployment of most tokens/s that keeps these bounds. Raises `UserError` where none does."""
-    free = [one for weights in space.types for one in space.split(weights)[1]]
-    if not free:
+    if not (free := space.unhurried()):
         raise space.nothing()
     best = _most_within(bounds, free)
     if best is None:
@@ -447,7 +440,7 @@ def fastest_deployment(
     """The deployment of most tokens/s without context or expert parallelism, with any type of weights; None where
     nothing fits. Raises `UserError` as `plan_serving` does."""
     _check(model, cluster, workload, 1)
-    profile = serving_engine(engine or usual_engine(cluster, ENGINE))
+    profile = serving_engine(engine or usual_server(cluster))
     space = _Space(model, cluster, workload, profile, _room(cluster, profile))
     result = [one for weights in space.types for one in space.split(weights, curve=False)[0]]
     return min(result, key=lambda one: _order(one, "throughput"), default=None)
@@ -593,11 +586,21 @@ class _Space:
         spread experts. Raises `UserError` where none does."""
         both = [self.split(kind) for kind in self.types]
         counted, free = ([one for pair in both for one in pair[i]] for i in (0, 1))
-        gathered, cut = list(self.gathered()), (self.context_parallel, self.expert_parallel)
-        others = [one for kind in self.types for split in cut for one in split(kind)]
+        spread = self.spread()
+        free += [one for one, given in spread if not given]
+        gathered, others = list(self.gathered()), [one for kind in self.types for one in self.context_parallel(kind)]
+        others += [one for one, given in spread if given]
         if not (counted or gathered or others):
             raise self.nothing()
         return counted, free, gathered, others
+
+    def unhurried(self) -> list[Deployment]:
+        """Deployments that fit, for as many clients as sequences."""
+        spread = [one for one, given in self.spread() if not given]
+        return [one for kind in self.types for one in self.split(kind)[1]] + spread
+
+    def spread(self) -> list[tuple[Deployment, bool]]:
+        return [pair for kind in self.types for pair in self.expert_parallel(kind)]
 
     def words(self, weights: str) -> str:
         return self.engine.int4 if weights == "int4" else weights
@@ -716,7 +719,7 @@ class _Space:
         stored = self.model.counted.stored if self.model.counted else ""
         for tp in () if stored else self.tps:  # quantized weights are not gathered
             if (dp := self.cluster.devices // tp) > 1:
-                yield from self._deployed(Layout(dp=dp, tp=tp, zero=3), "bfloat16")
+                yield from (one for one, _ in self._deployed(Layout(dp=dp, tp=tp, zero=3), "bfloat16"))
 
     def context_parallel(self, weights: str) -> Iterator[Deployment]:
         """Deployments whose cache is cut over cp, with one type of weights; degrees of cp, pp and dp by doubling."""
@@ -725,43 +728,48 @@ class _Space:
             for cp in (cp for cp in range(2, devices // tp + 1) if PAGE % cp == 0):
                 for pp in powers(min(layers, devices // (tp * cp))):
                     for dp in powers(min(self.workload.concurrency, devices // (tp * cp * pp))):
-                        yield from self._deployed(Layout(dp=dp, tp=tp, cp=cp, pp=pp), weights)
+                        layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp)
+                        yield from (one for one, _ in self._deployed(layout, weights))
 
-    def expert_parallel(self, weights: str) -> Iterator[Deployment]:
+    def expert_parallel(self, weights: str) -> Iterator[tuple[Deployment, bool]]:
         """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well (attention is then
         data-parallel), with one type of weights; pp and replicas by doubling. Where ep does not divide the experts,
-        some ranks have one more, by which all are priced; this project's runtime has no such layout."""
+        some ranks have one more, by which all are priced; this project's runtime has no such layout. The
+        second: as of `_deployed`."""
         e, devices, layers = self.model.experts, self.cluster.devices, self.model.layers
         for tp in self.tps if e is not None else ():
-            for dp in powers(min(self.workload.concurrency, devices // tp)):
+            for dp in sorted({*powers(devices // tp), *powers(min(self.workload.concurrency, devices // tp))}):
                 for ep in (tp * across for across in divisors(dp) if tp * across > 1):
                     if e is None or ep > e.count or (self.own and e.count % ep):
                         continue
                     for pp in powers(min(layers, devices // (tp * dp))):
-                        yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights)
+                        yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights, curve=True)
 
-    def _deployed(self, layout: Layout, weights: str) -> Iterator[Deployment]:
+    def _deployed(self, layout: Layout, weights: str, curve: bool = False) -> Iterator[tuple[Deployment, bool]]:
+        """A layout with one type of weights, if it fits: for the clients that there are (True), where each replica has
+        one; and if `curve` for as many as sequences, 1, 2, 4, ... per replica (False)."""
         memory, dp = _RankMemory(self, layout, weights), layout.dp
         pages, most = memory.capacity()
-        self.considered += 1
+        self.considered += dp <= self.workload.concurrency or not curve
         if not most:
             return
         strategy = self.strategy(layout, weights)
-        clients = self.workload.concurrency if self.queues else min(self.workload.concurrency, dp * most)
-        busiest = ceil(clients / dp)
-        batch = min(most, busiest)
-        token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
         prompt = strategy.prompt(self.workload.prompt, CHUNK)
         # Without a pipeline, and without bubbles in it, a rank is busy all the time.
         busy = prompt.seconds - prompt.parts.get("bubble", 0.0)
-        first, each, answer = map(float, self._answered(token, prompt.seconds, busy, batch, busiest))
-        # No replica counts as faster than the busiest one: ranks that gather do so in step.
-        rate = float(self._rate(clients, dp, answer, answer))
-        row = memory.row(batch)
-        yield Deployment(
-            layout, weights, batch, first, each, rate, **dict(zip(RANK_BYTES, row, strict=True)),
-            cache_tokens=pages * PAGE, cache=self.cache_of(weights), lossy=self.lossy(weights),
-        )  # fmt: skip
+        there = self.workload.concurrency if self.queues else min(self.workload.concurrency, dp * most)
+        numbers = [(there, True)] * (dp <= there or not curve) + [(dp * batch, False) for batch in powers(most)] * curve
+        for clients, given in numbers:
+            busiest = ceil(clients / dp)
+            batch = min(most, busiest)
+            token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
+            first, each, answer = map(float, self._answered(token, prompt.seconds, busy, batch, busiest))
+            # No replica counts as faster than the busiest one: ranks that gather do so in step.
+            rate = float(self._rate(clients, dp, answer, answer))
+            yield Deployment(
+                layout, weights, batch, first, each, rate, **dict(zip(RANK_BYTES, memory.row(batch), strict=True)),
+                cache_tokens=pages * PAGE, cache=self.cache_of(weights), lossy=self.lossy(weights),
+            ), given  # fmt: skip
 
     def strategy(self, layout: Layout, weights: str) -> DecodeStrategy:
         """The decode strategy that prices a layout and a type of weights."""

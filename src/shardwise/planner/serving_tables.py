@@ -88,10 +88,12 @@ def _remarks(plan: ServingPlan) -> Iterator[str]:
         "are means over the clients"
     )
     if one.lossy and (exact := plan.lossless):
+        clients = exact.layout.dp * exact.batch
+        fewer = f" with {clients:,} clients" if plan.bounds and clients < plan.workload.concurrency else ""
         yield (
             f"lossy: weights of fewer bits than the model's own, whose answers differ; best without: {exact.layout} in "
             f"{type_name(exact.weights)}, {format_count(exact.tokens_per_second)} tokens/s on {exact.devices} "
-            f"device{'s' * (exact.devices > 1)}"
+            f"device{'s' * (exact.devices > 1)}{fewer}"
         )
     elif one.lossy:
         fits = "keeps the bounds" if plan.bounds else "fits"

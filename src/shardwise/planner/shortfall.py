@@ -10,7 +10,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.planner.bounds import state_floor
 from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory, host_bound
-from shardwise.planner.space import LayoutColumns, Space
+from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
 from shardwise.predict.fixing import HOMES, words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
 from shardwise.predict.node_bytes import NOTHING, NodeBytes
@@ -145,6 +145,11 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
             yield f"leave {key} free ({found.layout} fits)"
     if words := offloading(space, usable):
         yield words
+    model, lora = space.model, space.model.lora
+    if lora and not lora.base and isinstance(model, ModelConfig):
+        narrow = model.replace(lora=replace(lora, base="nf4"))
+        if fits(replace(space, model=narrow), usable):
+            yield "store frozen weights in 4 bits (--lora base=nf4)"
     if cluster := more_devices(space.cluster, lambda larger: fits(replace(space, cluster=larger), usable)):
         yield f"take {cluster}"
     if batch := _halved(space, usable, "batch", 1):
@@ -170,7 +175,8 @@ def offloading(space: Space, usable: float) -> str:
     if any(key in space.fixed for key in HOMES) or not space.features.offload:
         return ""
     for homes in OFFLOADS:
-        if found := fits(replace(space, fixed={**space.fixed, **homes}), usable):
+        fixed = {**space.fixed, **homes}
+        if not why_not_fixed(space.model, fixed) and (found := fits(replace(space, fixed=fixed), usable)):
             node, known = found.node, space.cluster.host.memory_bytes
             held = f"{format_bytes(node.host)} of memory" + f" and {format_bytes(node.disk)} of disk" * (node.disk > 0)
             unknown = "" if known or space.cluster.device.kind == "cpu" else ", if it has so much (--host-memory)"

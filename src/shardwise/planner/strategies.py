@@ -7,18 +7,12 @@ from itertools import product
 from math import isqrt
 
 from shardwise.cluster import Cluster
+from shardwise.cluster.catalog import accelerators
 from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.experts import experts_across
-from shardwise.layout.serving import (
-    check_generation,
-    check_length,
-    plan_of,
-    replicas_in_step,
-    rows_here,
-    sequences_of,
-)
+from shardwise.layout.serving import check_generation, check_length, plan_of, replicas_in_step, rows_here, sequences_of
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
@@ -33,8 +27,8 @@ from shardwise.predict.traffic.serving import ForwardPass, balanced, steady_gath
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.step_report import LedgerRow
 
-ENGINE = "tensorrt-llm"
-"""Profile of the software that is assumed for generation on GPUs."""
+ENGINE, ELSEWHERE = "tensorrt-llm", "vllm"
+"""Profiles of the software that is assumed for generation on NVIDIA's devices, and on others that are no CPUs."""
 HOST = "shardwise-cpu"
 """This project's own on CPUs, which serves and trains."""
 
@@ -244,6 +238,12 @@ class StrategyComparison(Json):
         return tensor_warnings(self.cluster, taken, "the time of a token")
 
 
+def usual_server(cluster: Cluster) -> str:
+    """The profile that is assumed for generation where none is named."""
+    known = accelerators().devices.get(cluster.device.name)
+    return usual_engine(cluster, ENGINE if known is None or known.ports else ELSEWHERE)
+
+
 def serving_engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` for one that there is not, and for one that only trains."""
     found = engine_of(name)
@@ -287,7 +287,7 @@ def compare(
     check_size(cluster)
     check_length(model, asked.prompt, asked.output)
     check_different(layouts)
-    engine = serving_engine(engine or usual_engine(cluster, ENGINE)).name
+    engine = serving_engine(engine or usual_server(cluster)).name
     return StrategyComparison(
         model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
     )

@@ -36,20 +36,11 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: Model | str,
-    layout: Layout | str | Mapping[str, Any],
-    workload: Workload | Cluster | str | None = None,
-    cluster: Cluster | Workload | str | None = None,
-    backend: Backend | None = None,
-    engine: str | None = None,
-    recorded: Sequence[Role] = (),
-    slow: Stragglers | None = None,
-    emulated: float | None = None,
-    settings: EngineSettings | None = None,
-    *,
-    seq: Length = None,
-    batch: Length = None,
-) -> StepReport:
+    model: Model | str, layout: Layout | str | Mapping[str, Any], workload: Workload | Cluster | str | None = None,
+    cluster: Cluster | Workload | str | None = None, backend: Backend | None = None, engine: str | None = None,
+    recorded: Sequence[Role] = (), slow: Stragglers | None = None, emulated: float | None = None,
+    settings: EngineSettings | None = None, *, seq: Length = None, batch: Length = None,
+) -> StepReport:  # fmt: skip
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where that is known.
 
     model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100"; a layout also a
@@ -81,19 +72,12 @@ def estimate(
         *_schedule_notes(layout, roles), *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
     return StepReport(
-        source="predicted",
-        model=model.to_json() if isinstance(model, ModelConfig) else {"name": model.name},
-        layout=str(layout),
-        workload=workload.to_json(),
-        cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
-        roles=tuple(roles),
-        time=timing.seconds if timing else None,
-        timing=timing.to_json() if timing else None,
-        notes=tuple(notes),
-        balance=_balance(model, layout, workload),
-        room=room.to_json(peak) if room else None,
+        source="predicted", model=model.to_json() if isinstance(model, ModelConfig) else {"name": model.name},
+        layout=str(layout), workload=workload.to_json(), cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
+        roles=tuple(roles), time=timing.seconds if timing else None, timing=timing.to_json() if timing else None,
+        notes=tuple(notes), balance=_balance(model, layout, workload), room=room.to_json(peak) if room else None,
         cluster_links=links_json(cluster) if cluster else None,
-    )
+    )  # fmt: skip
 
 
 def _counted(engine: str | None, model: Model, layout: Layout) -> str:

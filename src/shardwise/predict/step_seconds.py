@@ -53,16 +53,10 @@ def usual_engine(cluster: Cluster, elsewhere: str) -> str:
 
 
 def step_seconds(
-    model: Model,
-    layout: Layout,
-    workload: Workload,
-    cluster: Cluster,
-    engine: str | None = None,
-    slow: Stragglers | None = None,
-    emulated: float | None = None,
-    dtype: str | None = None,
+    model: Model, layout: Layout, workload: Workload, cluster: Cluster, engine: str | None = None,
+    slow: Stragglers | None = None, emulated: float | None = None, dtype: str | None = None,
     plan: UnitPlan | None = None,
-) -> StepTiming:
+) -> StepTiming:  # fmt: skip
     """Predict the seconds of one steady training step; where replicas train apart from each other, the mean of a round.
 
     engine: a profile of `predict.time.ENGINES`; None is this project's runtime. slow: slow ranks; the time is then a
@@ -150,16 +144,10 @@ def partly_recomputed(share: float, without: StepTiming, full: StepTiming) -> St
 
 
 def try_step_seconds(
-    model: Model,
-    layout: Layout,
-    workload: Workload,
-    cluster: Cluster | None,
-    engine: str | None = None,
-    slow: Stragglers | None = None,
-    emulated: float | None = None,
-    dtype: str | None = None,
+    model: Model, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None = None,
+    slow: Stragglers | None = None, emulated: float | None = None, dtype: str | None = None,
     plan: UnitPlan | None = None,
-) -> tuple[StepTiming | None, str]:
+) -> tuple[StepTiming | None, str]:  # fmt: skip
     """(the time, "") or (None, a sentence why there is none; empty where nothing is known of how fast devices are)."""
     if cluster is None or cluster.device.memory_bandwidth is None:
         return None, ""

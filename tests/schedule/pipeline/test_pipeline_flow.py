@@ -43,15 +43,9 @@ def times_of(draw, schedule: PipelineSchedule) -> Times:
     each = st.lists(st.integers(0, 5), min_size=schedule.stages, max_size=schedule.stages).map(tuple)
     forward, input, weight, gather, reduce = (draw(each) for _ in range(5))
     return Times(
-        forward,
-        input,
-        weight,
-        hop=draw(st.integers(0, 7)),
-        overlap=draw(st.booleans()),
-        gather=gather,
-        reduce=reduce,
+        forward, input, weight, hop=draw(st.integers(0, 7)), overlap=draw(st.booleans()), gather=gather, reduce=reduce,
         tied=draw(st.integers(0, 5)),
-    )
+    )  # fmt: skip
 
 
 def by_action(schedule: PipelineSchedule, times: Times) -> list[dict[str, tuple[float, float]]]:

@@ -108,16 +108,9 @@ class PartSeconds:
         self.add("memory", ahead, back, launches)
 
     def linear(
-        self,
-        tokens: Num,
-        wide: Num,
-        deep: Num,
-        shape: Shape,
-        batch: Num = 1.0,
-        added: bool = False,
-        quantised: tuple[Num, bool] = (True, True),
-        trains: bool = True,
-    ) -> None:
+        self, tokens: Num, wide: Num, deep: Num, shape: Shape, batch: Num = 1.0, added: bool = False,
+        quantised: tuple[Num, bool] = (True, True), trains: bool = True,
+    ) -> None:  # fmt: skip
         """A linear layer [tokens, deep] -> [tokens, wide], its input's gradient, its weight's gradient.
 
         added: whether a kernel of its own adds the weight's gradient to the earlier ones (`gradients.added_seconds`).

@@ -59,17 +59,20 @@ class Constants:
     """Engine -> format of weights -> constants of a routed layer in one grouped launch (`experts.py`)."""
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of a dtype, or of the wider one that it is widened to where the device lacks it. Raises `UserError`
-        where it has none of them."""
+        """FLOP/s of a dtype, or of the wider one that it is widened to. Raises `UserError` where there is none."""
+        return self.peaks[self._computed(dtype)]
+
+    def _computed(self, dtype: str) -> str:
         for name in _FALLBACK.get(dtype, (dtype,)):
             if name in self.peaks:
-                return self.peaks[name]
+                return name
         raise UserError(f"{self.name} computes nothing in {dtype}; known are {', '.join(self.peaks)}")
 
     def ceiling(self, dtype: str) -> float:
         """FLOP/s that products of a dtype reach over seconds at most: as measured on the device, else its family's
         share of the peak."""
-        return self.sustained.get(dtype) or self.peak(dtype) * self.value("sustained_share")
+        name = self._computed(dtype)
+        return self.sustained.get(name) or self.peaks[name] * self.value("sustained_share")
 
     def plateau(self, dtype: str) -> float:
         return self.plateaus.get(dtype, 1.0)

@@ -157,9 +157,9 @@ def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         one = _block_seconds(part, model, shape, split, engine, pricing)
         per_block = {name: per_block.get(name, 0.0) + one[name] * (count / model.layers) for name in one}
     forward, weights, ahead = (per_block.pop(name) for name in ("forward", "weights", "ahead"))
-    summed, gathered = _ends(model, shape, split, engine, pricing)
-    first = _edge(tally_part(embedding, model, shape, engine, pricing.kernels), summed)
-    last = _edge(tally_part(head, model, shape, engine, pricing.kernels), gathered)
+    entry, loss = (tally_part(end, model, shape, engine, pricing.kernels) for end in (embedding, head))
+    summed, gathered = _ends(model, shape, split, engine, pricing, loss.weights)
+    first, last = _edge(entry, summed), _edge(loss, gathered)
     return Pieces(per_block, first, last, forward, weights, ahead)
 
 
@@ -173,7 +173,7 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
         kind: tally.forward[kind] + tally.backward[kind] + whole * tally.forward[kind] + core * tally.selective[kind]
         for kind in tally.forward
     }
-    ahead, back = _tensor(part, model, shape, split, engine, pricing)
+    ahead, back = _tensor(part, model, shape, split, engine, pricing, tally)
     around, merged = (
         _context(model, shape, split, engine, pricing, tally),
         _merged(model, shape, split, engine, pricing),
@@ -211,9 +211,10 @@ def _edge(tally: PartSeconds, tensor: Num) -> Parts:
 
 
 def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile,
-            pricing: Pricing) -> tuple[Num, Num]:  # fmt: skip
+            pricing: Pricing, tally: PartSeconds) -> tuple[Num, Num]:  # fmt: skip
     """Exposed collectives of a block over tp and cp, forward and backward: sums (Shoeybi et al. 2019), under
-    sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
+    sp scatters, with gathers that come again in backward (Korthikanti et al. 2022). Hidden ones have products beside
+    them, and last no longer: gradients of weights, or under `tensor_pipelined` those of their own pass."""
     name = "tensor_piped" if engine.tensor_pipelined else "tensor_hidden" if engine.tensor_overlap else ""
     hidden = pricing.constants.value(name) if name else 0.0
     whole = recomputed(model, split)[0]
@@ -225,7 +226,7 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
                 taken = pricing.collectives.seconds(op, shape.tokens * width * split.width, split.tp)
                 seconds[phase] = seconds[phase] + taken
         forward, backward = seconds["forward"], seconds["backward"]
-        return forward, forward * whole + backward * (1 - hidden)
+        return forward, forward * whole + backward - np.minimum(hidden * backward, tally.weights)
     gather, scatter = _sequences(model, shape, split, pricing)
     if engine.gathers_narrow and shape.narrow:
         gather = gather * WIDTH[shape.dtype] / shape.width
@@ -234,10 +235,11 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     gathered, summed = part.gathered + experts, part.summed + experts
     forward = gathered * gather + summed * scatter + _statistics(part, shape, split, pricing)
     # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
-    again, exposed_back = gathered * gather * engine.gathers_again, forward * (1 - hidden)
+    again = gathered * gather * engine.gathers_again
+    exposed_back = again + forward - np.minimum(hidden * forward, tally.weights)
     if engine.tensor_pipelined:
-        forward, again = forward * (1 - hidden), again * (1 - hidden)
-    exposed_back = again + exposed_back
+        exposed_back = again + forward - np.minimum(hidden * (again + forward), tally.backward["matmul"])
+        forward = forward - np.minimum(hidden * forward, tally.forward["matmul"])
     joined = _slices(part, model, shape, split, pricing)
     return forward + joined, (forward + joined) * whole + exposed_back + joined
 
@@ -269,17 +271,17 @@ def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pric
 
 
 def _ends(
-    model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile, pricing: Pricing
+    model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile, pricing: Pricing, weights: Num
 ) -> tuple[Num, Num]:
     """Exposed collectives over tp of the embedding, whose rows are summed, and of the head with its loss: the input is
-    gathered, forward and again in backward, its gradient summed, and of each token the maximum, the sum and the
-    target's logit (Shoeybi et al. 2019, section 3)."""
+    gathered, forward and again in backward, its gradient summed, beside that of its weights, and of each token the
+    maximum, the sum and the target's logit (Shoeybi et al. 2019, section 3)."""
     if np.all(np.asarray(split.tp) == 1):
         return 0.0, 0.0
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     gather, scatter = _sequences(model, shape, split, pricing)
     tokens = [pricing.collectives.seconds("all_reduce", 4.0 * n * shape.tokens, split.tp) for n in (1, 2)]
-    return gather + scatter, 2 * gather + scatter * (1 - hidden) + sum(tokens)
+    return gather + scatter, 2 * gather + scatter - np.minimum(hidden * scatter, weights) + sum(tokens)
 
 
 def _merged(

@@ -53,14 +53,9 @@ class Range:
 
 
 def time_range(
-    parts: Mapping[str, Num],
-    known: Constants,
-    assumed: int = 0,
-    routed: bool = False,
-    unknown: bool = False,
-    sigma: Mapping[str, float] | None = None,
-    served: bool = False,
-) -> Range:
+    parts: Mapping[str, Num], known: Constants, assumed: int = 0, routed: bool = False, unknown: bool = False,
+    sigma: Mapping[str, float] | None = None, served: bool = False,
+) -> Range:  # fmt: skip
     """The range around the sum of `parts` (seconds by part, numbers or arrays), a factor up and down.
 
     assumed: how many facts about the run were not known and had to be assumed. routed: the model has experts, whose

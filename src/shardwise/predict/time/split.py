@@ -123,6 +123,11 @@ class StepShape:
         return ranks * self.dp if everywhere else ranks
 
     @property
+    def stage_ranks(self) -> Num:
+        """Ranks of a stage of the pipeline."""
+        return self.dp * self.cp * self.tp
+
+    @property
     def expert_apart(self) -> Num:
         """Distance of ranks that hold the same of the same experts: expert ranks are taken of a stage's dp x cp x tp
         ranks (Megatron-Core's folded mesh: Liu et al. 2025, arXiv 2504.14960)."""
@@ -131,7 +136,7 @@ class StepShape:
     @property
     def expert_data(self) -> Num:
         """Ranks that hold the same of the same experts."""
-        return np.maximum(self.dp * self.cp * self.tp // self.expert_apart, 1)
+        return np.maximum(self.stage_ranks // self.expert_apart, 1)
 
     @property
     def expert_shard(self) -> Num:

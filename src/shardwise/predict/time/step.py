@@ -115,9 +115,14 @@ class PricedStep:
         micro, fill = self._stages()
         parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
         parts["bubble"] = fill
-        # Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill.
-        steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
-        parts["pipeline"] = np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
+        layers, _ = split.layers_held(self.model.layers)
+        forward, weights = layers * self.found.forward, layers * self.found.weights
+        near = split.stage_ranks < self.pricing.collectives.per_node
+        steady = 2 * split.virtual * sent.hop
+        if engine.pipeline_overlap:
+            steady = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
+        hops = split.micro_batches * steady + 2 * sent.hop * (split.pp - 1)  # and those of the fill
+        parts["pipeline"] = np.where(np.asarray(split.pp) > 1, hops, 0.0)
         # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp
         # micro-batches.
         rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
@@ -170,6 +175,13 @@ class PricedStep:
         ratio = all_of_it / (all_of_it - busiest["host"])
         fill = np.maximum(through * ratio - all_of_it, 0.0) * self.share
         table = self._table()
+        if self.engine.gather_overlap and self.engine.grad_overlap:
+            # Beside what the blocks' own traffic leaves of their computation, and the head's.
+            gathers, reduce = self._of_block()
+            beside = total(found.block, "host")
+            left = layers * np.maximum(beside - gathers - reduce, 0.0) + tail * total(found.last, "host")
+            busiest["data"] = busiest["data"] + np.maximum(table * np.where(alone, tables, 1.0) - left, 0.0)
+            return busiest, np.where(alone, 0.0, fill)
         busiest["data"] = busiest["data"] + table * tables
         # Of both ends' tables, the fill waits for those that are not on the busiest stage.
         return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
@@ -190,10 +202,8 @@ class PricedStep:
         return np.where(once, times / np.asarray(split.micro_batches), 1.0 + again - kept / self.model.layers)
 
     def _table(self) -> Num:
-        """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered
-        once a micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
-        if self.engine.gather_overlap and self.engine.grad_overlap:
-            return 0.0
+        """Stage 3 gathers and reduces tables, too. One is gathered once a micro-batch: the embedding's is used in one
+        pass, and that of the head in one right after the other."""
         sent, gathers, once = self.sent, np.minimum(self._gathers(), 1.0), 1 / np.asarray(self.split.micro_batches)
         if self.engine.tied_apart and self.model.tied:
             gathers = np.where(np.asarray(self.split.pp) == 1, once, gathers)
@@ -248,13 +258,10 @@ class PricedStep:
 
         The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
         """
-        split, engine, sent = self.split, self.engine, self.sent
-        if not np.any(np.asarray(split.zero) == 3):
+        engine, sent = self.engine, self.sent
+        if not np.any(np.asarray(self.split.zero) == 3):
             return 0.0 * busy
-        # Under hpz all gathers but the first one of a step are among few ranks.
-        count, reduce = self._gathers(), sent.unit_reduce
-        nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(split.micro_batches))
-        gathers = count * sent.unit_gather - nearer
+        count, (gathers, reduce) = self._gathers(), self._of_block()
         beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
         alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
         ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / self.model.layers
@@ -262,11 +269,38 @@ class PricedStep:
         exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
         return exposed + self.pricing.constants.value("contention") * np.minimum(beside, busy)
 
+    def _of_block(self) -> tuple[Num, Num]:
+        """Seconds of a block's gathers in one micro-batch, and of its reduction, at stage 3."""
+        # Under hpz all gathers but the first one of a step are among few ranks.
+        sent, count = self.sent, self._gathers()
+        nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(self.split.micro_batches))
+        return count * sent.unit_gather - nearer, sent.unit_reduce
+
     def _updated(self) -> Num:
         """Parameters of the busiest rank that its optimizer updates: of its shard."""
         dense, routed = held_parameters(self.model, self.split, self.engine)
         numel = dense / np.where(np.asarray(self.split.zero) > 0, self.split.shard, 1)
         return numel + routed / self.split.expert_shard
+
+
+def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weights: Num, near: Any) -> Num:
+    """Seconds per micro-batch for which a stage waits for messages that go on beside computation.
+
+    A rank sends no faster than its link does: forward and backward, once per chunk. And under 1F1B the stage that is i
+    before the last has i + 1 micro-batches under way, whose round trip has 2i messages in it: per micro-batch of the
+    first stage 2 (p - 1) / p, or less where gradients of weights are computed meanwhile (zb-h1). Chunks hide this.
+
+    hop: of one message. busy: of a micro-batch on the busiest stage; forward, weights: its forward pass, and its
+    gradients of weights. near: whether one of a rank's two neighbors is in its node.
+    """
+    p, virtual = np.asarray(split.pp), np.asarray(split.virtual)
+    if split.schedule == "gpipe":  # all forward messages, and then all backward ones
+        return np.maximum(hop - forward, 0.0) + np.maximum(hop - (busy - forward), 0.0)
+    # Two ranks alone have one neighbor, and no message around the end of a chunk.
+    sends = np.where((p > 2) & near, virtual, 2 * virtual - (p == 2))
+    spare = weights if split.schedule == "zb-h1" else 0.0
+    trip = np.where(virtual == 1, np.maximum(2 * hop - spare, 0.0) * (p - 1) / p, 0.0)
+    return np.maximum(sends * hop - busy, trip)
 
 
 def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> Num:

@@ -94,20 +94,12 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     table = table_held(model, split, engine)
     table_gather = _gathered(table, split_up, split.tp, split, pricing)
     return Traffic(
-        reduce,
-        gather,
-        replicas,
-        unit_gather,
-        unit_reduce,
-        unit_again,
-        table_gather,
+        reduce, gather, replicas, unit_gather, unit_reduce, unit_again, table_gather,
         _reduced(table_held(model, split, engine, trained=True), grad_bytes, split_up, split.tp, split, pricing),
-        again(table, table_gather),
-        _tied(model, split, engine, pricing),
-        _partial(model, split, engine, pricing),
+        again(table, table_gather), _tied(model, split, engine, pricing), _partial(model, split, engine, pricing),
         _copies(unit + unit_routed, trained + unit_routed, split_up, split, engine, pricing),
         _hop(model, split, engine, pricing),
-    )
+    )  # fmt: skip
 
 
 def _copies(
@@ -200,7 +192,7 @@ def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricin
     table = held_elements(model, split.tp).shared if traced else table_held(model, split, engine, trained=True)
     if not np.any(table):
         return 0.0
-    piped, stride = np.asarray(split.pp) > 1, split.tp * split.dp * split.cp
+    piped, stride = np.asarray(split.pp) > 1, split.stage_ranks
     nbytes = table * accumulator_width(split, engine)
     if engine.tied_apart:
         sent = nbytes / np.where(np.asarray(split.zero) > 0, split.shard, 1)
@@ -232,7 +224,7 @@ def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing
     else:
         elements = split.micro * split.seq / split.cp * model.hidden
     nbytes = elements * split.width / pieces
-    hop = pricing.collectives.hop(nbytes, split.tp * split.cp * split.dp, split.pp)
+    hop = pricing.collectives.hop(nbytes, split.stage_ranks, split.pp)
     if not engine.scatter_hops:
         return hop
     return hop + pricing.collectives.seconds("all_gather_into", nbytes * split.tp, np.where(sp, 1, split.tp))

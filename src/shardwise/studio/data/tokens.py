@@ -14,9 +14,8 @@ from shardwise.layout.serving import plan_of
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.planner.strategies import ENGINE, Asked, Generated, StrategyComparison, compare, usual_layouts
+from shardwise.planner.strategies import Asked, Generated, StrategyComparison, compare, usual_layouts, usual_server
 from shardwise.predict.memory.capacity import capacity_of
-from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time import decode_ops
 from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.profiles import engine
@@ -341,7 +340,7 @@ def _command(words: list[Any], layouts: list[Layout], request: Asked) -> str:
 
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStrategy:
-    return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
+    return DecodeStrategy(model, layout, engine(usual_server(cluster)), cluster)
 
 
 @lru_cache(maxsize=64)
