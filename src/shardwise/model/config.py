@@ -1,7 +1,8 @@
 """Model configuration: the few numbers that fix every parameter's shape and the mathematics of a decoder.
 
 `ModelConfig` comes from a Hugging Face `config.json` (`huggingface.py`), from the catalog (`catalog.py`) or from its
-constructor. Its parts (`blueprint.py`), as those of a user's module, are what layouts, checkpoints and predictions read.
+constructor. Its parts (`blueprint.py`), as those of a user's module, are what layouts, checkpoints and predictions
+read.
 """
 
 import math
