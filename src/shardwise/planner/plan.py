@@ -37,7 +37,7 @@ from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
 
 EXPERTS = (
-    "experts: published steps of such models are predicted 16% off on average, from -60% to +9% (27 rows of "
+    "experts: published steps of such models are predicted 14% off on average, from -59% to +6% (27 rows of "
     "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
     "tokens are taken to spread evenly over the experts, none dropped: a rank whose experts get a fifth more than the "
     "mean takes that much longer for them, and keeps as much more of their activations",
