@@ -100,6 +100,10 @@ class Chain(nn.Module):
     def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
+def batch_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
         self.enter = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(block() for _ in range(2))
 
@@ -155,6 +159,16 @@ def test_a_block_may_change_its_input_in_place(layout):
 
 def trained(block, loss, layout):
     plain = Chain(block).double()
+def test_statistics_of_a_batch_norm_stay_wide_in_half_precision():
+    losses = []
+    for precision in ("fp64", "bf16"):
+        module = split(Chain(batch_normed), f"precision={precision}", optimizer=SETTINGS)
+        losses.append([module.train_step(squares, X, lr=LR).loss for _ in range(3)])
+    norm = module.module.blocks[0][1]
+    assert (norm.weight.dtype, norm.running_var.dtype) == (torch.bfloat16, torch.float32)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
     groups = [
         {"params": [p for p in plain.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
         for matrix, decay in ((True, SETTINGS.weight_decay), (False, 0.0))
