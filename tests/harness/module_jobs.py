@@ -23,6 +23,8 @@ from harness.own_modules import (
     PARTS,
     PLANS,
     AttentionModel,
+    Conditioned,
+    GroupedModel,
     llama,
     logits_of,
     mixtral,
@@ -45,7 +47,7 @@ from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyReque
 from shardwise.runtime.transport.comms import Comms
 
 ROWS, STEPS, LR = 8, 3, 1e-2
-MODULES = OWN | ATTENDING | COMPILED
+MODULES = OWN | ATTENDING | COMPILED | {"grouped": GroupedModel}
 SETTINGS = OptimizerConfig(clip=0.5)
 
 

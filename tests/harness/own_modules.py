@@ -1,6 +1,6 @@
 """Modules without a description: three of the tests' own, and `transformers` classes with few, random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,23 @@ class StateSpaceBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         signal, gate = self.enter(x).chunk(2, -1)
+class Unordered(nn.Module):
+    """Blocks in another order than that of registration, one of them twice and under two names. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, twice = nn.Embedding(VOCAB, WIDTH), NestedBlock(WIDTH)
+        self.last = nn.ModuleList([twice, NestedBlock(WIDTH), twice])
+        self.first = nn.ModuleList(NestedBlock(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in (*self.first, *self.last):
+            x = block(x)
+        return self.head(x)
+
+
         signal = self.kernel(signal.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         state, out = torch.zeros(*signal[:, 0].shape, self.decay.shape[1], dtype=x.dtype), []
         for token in signal.unbind(1):
@@ -295,7 +312,7 @@ class AttentionModel(nn.Module):
 
     def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.table(ids) + self.places(torch.arange(ids.shape[1]) if position_ids is None else position_ids)
-        for block in self.blocks:
+        for block in self.ordered():
             x = block(x)
         return self.head(self.norm(x))
 
@@ -310,6 +327,33 @@ OWN: dict[str, type[nn.Module]] = {
     "tied": TiedModel,
     "nested": NestedModel,
 }
+    def ordered(self) -> Iterator[nn.Module]:
+        return iter(self.blocks)
+
+
+class HeadsBlock(nn.Module):
+    """Attention by torch's module, then a feed-forward. x: [batch, seq, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+        self.feed = NestedBlock(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mask = self.norm(x), nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.feed(x + self.attention(y, y, y, need_weights=False, attn_mask=mask, is_causal=True)[0])
+
+
+class GroupedModel(AttentionModel):
+    """Its blocks are in lists of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(HeadsBlock(WIDTH) for _ in range(2)) for _ in range(2))
+
+    def ordered(self) -> Iterator[nn.Module]:
+        return (block for group in self.blocks for block in group)
+
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
     "wide": {"blocks.*.up": "column", "blocks.*.down": "row"},

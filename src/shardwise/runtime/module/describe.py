@@ -137,16 +137,25 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[str]:
             if not hits:
                 raise UserError(f"blocks: nothing is named {word!r}; {did_you_mean(word, classes, 'classes:')}")
             paths += hits
+            if held := next((name for name in hits if _only_holds(named[name])), ""):
+                raise UserError(
+                    f"blocks: {held} is a {type(named[held]).__name__}, which is never called: name {held}.*"
+                )
     chosen = {path.removeprefix(".") for path in paths}
     paths = [path for path in named if path in chosen]
     return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
 
 def _alike(child: nn.Module) -> list[str]:
-    """Names of the elements of a list of modules of one class."""
+    """Names of the elements of a list of modules of one class, which are called."""
     if not isinstance(child, nn.ModuleList) or len({type(element) for element in child}) != 1 or len(child) < 2:
         return []
-    return [name for name, _ in child.named_children()]
+    return [name for name, element in child.named_children() if not _only_holds(element)]
+
+
+def _only_holds(child: nn.Module) -> bool:
+    """Whether it has no forward pass: a list of lists of blocks, or of parameters."""
+    return type(child).forward is nn.Module.forward
 
 
 def _class_of(module: nn.Module, name: str) -> str:
