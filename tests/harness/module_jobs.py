@@ -413,6 +413,14 @@ def compare(rank: int, request: VerifyRequest) -> RankDifference:
     return compare_split(request)
 
 
+def conditioned(rank: int, layout: str) -> str:
+    """What is said of blocks that take a result of the first stage's."""
+    module = split(Conditioned(), f"{layout},precision=fp32", parts=PARTS["plain"], accumulate=2)
+    with pytest.raises(UserError) as caught:
+        module.train_step(summed_loss, [own_batch("plain", 4, 0)] * 2)
+    return str(caught.value)
+
+
 def verdict(
     model: Any, layout: str, example: Any, plan: Any = None, parts: Any = None, tolerance: float = TOLERANCE
 ) -> Verification:

@@ -63,9 +63,10 @@ class PlainBlock(nn.Module):
         self.register_buffer("scale", torch.full((width,), 0.5))
         self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
         if self.training:
             self.runs += 1
+        x = x if more is None else x + more
         return x + self.scale.to(x.dtype) * self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -91,6 +92,16 @@ class PastStages(PlainMLP):
         for block in self.blocks:
             x = block(x)
         return self.head(x + first)
+
+
+class Conditioned(PlainMLP):
+    """Whose blocks all take what comes before them, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.enter(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.head(x)
 
 
 class ScaledMap(nn.Linear):
