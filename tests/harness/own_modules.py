@@ -157,17 +157,6 @@ class NestedModel(nn.Module):
         return self.head(self.norm(x))
 
 
-class StateSpaceBlock(nn.Module):
-    def __init__(self, width: int, states: int = 4) -> None:
-        super().__init__()
-        self.enter = nn.Linear(width, 2 * width, bias=False)
-        self.decay = nn.Parameter(torch.rand(width, states))
-        self.gain = nn.Parameter(torch.randn(width, states) / states)
-        self.kernel = nn.Conv1d(width, width, 3, padding=2, groups=width)
-        self.leave = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        signal, gate = self.enter(x).chunk(2, -1)
 class Unordered(nn.Module):
     """Blocks in another order than that of registration, one of them twice and under two names. ids: [batch, seq]."""
 
@@ -185,6 +174,17 @@ class Unordered(nn.Module):
         return self.head(x)
 
 
+class StateSpaceBlock(nn.Module):
+    def __init__(self, width: int, states: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, 2 * width, bias=False)
+        self.decay = nn.Parameter(torch.rand(width, states))
+        self.gain = nn.Parameter(torch.randn(width, states) / states)
+        self.kernel = nn.Conv1d(width, width, 3, padding=2, groups=width)
+        self.leave = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signal, gate = self.enter(x).chunk(2, -1)
         signal = self.kernel(signal.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         state, out = torch.zeros(*signal[:, 0].shape, self.decay.shape[1], dtype=x.dtype), []
         for token in signal.unbind(1):
@@ -327,17 +327,6 @@ class AttentionModel(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-
-OWN: dict[str, type[nn.Module]] = {
-    "skips": SkipMLP,
-    "wide": WideMLP,
-    "states": StateSpace,
-    "shared": SharedWeights,
-    "routed": RoutedModel,
-    "plain": PlainMLP,
-    "tied": TiedModel,
-    "nested": NestedModel,
-}
     def ordered(self) -> Iterator[nn.Module]:
         return iter(self.blocks)
 
@@ -365,6 +354,17 @@ class GroupedModel(AttentionModel):
     def ordered(self) -> Iterator[nn.Module]:
         return (block for group in self.blocks for block in group)
 
+
+OWN: dict[str, type[nn.Module]] = {
+    "skips": SkipMLP,
+    "wide": WideMLP,
+    "states": StateSpace,
+    "shared": SharedWeights,
+    "routed": RoutedModel,
+    "plain": PlainMLP,
+    "tied": TiedModel,
+    "nested": NestedModel,
+}
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
     "wide": {"blocks.*.up": "column", "blocks.*.down": "row"},

@@ -26,7 +26,7 @@ from shardwise.layout.styles import STYLES, matched, path_of
 from shardwise.runtime.fake_group import fake_ranks
 from shardwise.runtime.module.cuts import DimCut, Uncut, through
 from shardwise.runtime.module.describe import DescribedModule, call, describe, find_blocks, is_plain_map
-from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_step
+from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_order, fake_step
 from shardwise.runtime.module.inputs import row_count, usual_masks, with_rows
 from shardwise.runtime.module.trace import readable
 
@@ -68,13 +68,15 @@ def suggest(
         raise UserError(f"suggest takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
     rows, fake = max(2, row_count(example)), FakeTensorMode(allow_non_fake_inputs=True)
-    search = _Search(module, find_blocks(module, blocks))
     with readable(module, "give a plan of your own"), usual_masks(example):
+        with fake:
+            batch = with_rows(example, rows)
+        search = _Search(module, fake_order(module, fake, find_blocks(module, blocks), batch))
         while True:
             blank = fake_copy(module, fake).eval()
             flow = _Flow(blank, search)
             with fake, torch.no_grad():
-                flow.run(with_rows(example, rows))
+                flow.run(batch)
             if search.demoted(flow):
                 continue
             plan = search.suggestion(flow)
