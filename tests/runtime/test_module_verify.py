@@ -187,9 +187,10 @@ def test_the_command_says_what_is_right_and_what_is_wrong(tmp_path):
     file = tmp_path / "net.py"
     file.write_text(MODULE)
     words = ["verify", f"{file}:build", "--layout", "dp=2,tp=2,zero=3", "--plan"]
-    done = shardwise(*words, "up=column,down=row")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "equal to one device. Outputs of 3 modules and gradients of 4 parameters" in done.stdout
+    for plan in ("up=column,down=row", "suggest"):
+        done = shardwise(*words, plan)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "equal to one device. Outputs of 3 modules and gradients of 4 parameters" in done.stdout
     done = shardwise(*words, "up=column,down=replicate", "--json")
     data = json.loads(done.stdout)
     assert done.returncode == 1 and not data["equal"] and data["module"] == "down" and "RuntimeError" in data["reason"]
