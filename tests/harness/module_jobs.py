@@ -421,6 +421,17 @@ def conditioned(rank: int, layout: str) -> str:
     return str(caught.value)
 
 
+def outside(rank: int, layout: str) -> str:
+    """What is said of a map of the root, and of a block, that are called where no weights are gathered."""
+    module, x = own_split(OwnTraining("plain", layout)), own_batch("plain", 2, 0)[0]
+    said = set()
+    for use in (module.enter, module.blocks[1]):
+        with pytest.raises(UserError) as caught:
+            use(x)
+        said.add(str(caught.value))
+    return said.pop() if len(said) == 1 else str(said)
+
+
 def verdict(
     model: Any, layout: str, example: Any, plan: Any = None, parts: Any = None, tolerance: float = TOLERANCE
 ) -> Verification:

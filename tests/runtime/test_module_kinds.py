@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.pool import run_ranks
 from shardwise import Layout, UserError, split
 from shardwise.errors import DivergedError
 from shardwise.runtime.job.config import OptimizerConfig
@@ -181,6 +182,13 @@ def test_a_step_that_is_not_finite_leaves_statistics_as_they_were(mode):
         assert torch.equal(buffer, before[name]), name
     assert not module.train_step(squares, X).skipped
     assert module.module.blocks[0].calls == before["blocks.0.calls"] + 1
+
+
+def test_methods_run_outside_of_a_step():
+    module = split(Chain(Wrapped), "precision=fp32")
+    assert torch.equal(module.rest(module.enter(X)), module(X))
+    for message in run_ranks("harness.module_jobs:outside", 2, "dp=2,zero=3"):
+        assert "outside of a step call that, not its methods or submodules" in message
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "zero=3"])

@@ -118,6 +118,8 @@ class PartRunner(Runner):
         self.weights.outside = True
         self._inside = False
         """Whether the module's own forward pass is running."""
+        self.evaluating = False
+        """Whether a block was called since the last step, by a method or as a submodule."""
         self._entered = False
         """Whether the root computes outside of it in this micro-batch."""
         self._whole_stream = bool(described.sequence.blocks)
@@ -138,6 +140,10 @@ class PartRunner(Runner):
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
         self.rows = CutRows(plan, comms, device) if cuts_sequences(plan.layout) else None
         """What this rank has of rows, where sequences are cut."""
+        if plan.layout.stage == 3 and described.chain is None:
+            owners = {p.name.rpartition(".")[0] for unit in plan.units_of(ROOT) for p in unit.placed}
+            for owner in owners - {""}:
+                module.get_submodule(owner).register_forward_pre_hook(self._root_computes)
         self._names = {module.get_submodule(p.name): p.name for p in plan.blueprint.parts if p.kind == "block"}
         self.recomputation, self._compiler = BlockRecomputation(plan.layout.recompute), None
         if plan.layout.compile == "block":
@@ -273,7 +279,7 @@ class PartRunner(Runner):
 
     def _part(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._use("forward", name)
-        if not torch.is_grad_enabled():
+        if self.evaluating or not torch.is_grad_enabled():
             return self._whole(forward, args, kwargs) if name == ROOT else forward(*args, **kwargs)
         number = self.engine.passes
         if name == ROOT:
@@ -396,6 +402,20 @@ class PartRunner(Runner):
 
         return method
 
+    def _root_computes(self, *_: Any) -> None:
+        """A module of the root is called, maybe past the module's own forward pass."""
+        if self.weights.outside and not self._inside:
+            self._check_evaluates()
+            self._enter()
+
+    def _check_evaluates(self) -> None:
+        """Raise `UserError` outside of a step where a rank has a part of the weights alone."""
+        if self.engine.following is None and self.plan.layout.stage == 3:
+            raise UserError(
+                "zero=3 gathers weights for steps, and for calls of the split module: outside of a step call that, not "
+                "its methods or submodules, or evaluate under zero=2"
+            )
+
     def _enter(self, name: str = "") -> None:
         """The root computes from here on, outside of the module's own forward pass. name: a block that runs, in another
         pass where this one has had it."""
@@ -404,7 +424,9 @@ class PartRunner(Runner):
             self._skip(lambda use: use.kind == "forward")
             use = self.engine.following
         if use is None and name:
+            self._check_evaluates()
             self.engine.begin_evaluation()
+            self.evaluating = True
         elif use and use.kind == "backward" and name:
             self.engine.another_pass()
         begins = self.engine.following

@@ -157,6 +157,7 @@ class ModuleProgram(StepProgram, PartRunner):
     def _begin_step(self) -> None:
         """No gradient has come, whatever a step that failed has left. Raises `UserError` for a parameter that trains
         but has no room for a gradient."""
+        self.evaluating = False
         for flat in self.engine.trained:
             flat.full_grads.free()
             flat.grads.free()
