@@ -412,8 +412,8 @@ class PartRunner(Runner):
         """Raise `UserError` outside of a step where a rank has a part of the weights alone."""
         if self.engine.following is None and self.plan.layout.stage == 3:
             raise UserError(
-                "zero=3 gathers weights for steps, and for calls of the split module: outside of a step call that, not "
-                "its methods or submodules, or evaluate under zero=2"
+                f"layout {self.plan.layout}: a rank has a part of the weights, gathered for steps and for calls "
+                "of the split module: outside of a step call that, not its methods or submodules"
             )
 
     def _enter(self, name: str = "") -> None:
