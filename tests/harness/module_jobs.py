@@ -23,6 +23,8 @@ from harness.own_modules import (
     PARTS,
     PLANS,
     AttentionModel,
+    Conditioned,
+    GroupedModel,
     llama,
     logits_of,
     mixtral,
@@ -45,7 +47,7 @@ from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyReque
 from shardwise.runtime.transport.comms import Comms
 
 ROWS, STEPS, LR = 8, 3, 1e-2
-MODULES = OWN | ATTENDING | COMPILED
+MODULES = OWN | ATTENDING | COMPILED | {"grouped": GroupedModel}
 SETTINGS = OptimizerConfig(clip=0.5)
 
 
@@ -409,6 +411,25 @@ def passes(rank: int, layout: str) -> list[float]:
 
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
     return compare_split(request)
+
+
+def conditioned(rank: int, layout: str) -> str:
+    """What is said of blocks that take a result of the first stage's."""
+    module = split(Conditioned(), f"{layout},precision=fp32", parts=PARTS["plain"], accumulate=2)
+    with pytest.raises(UserError) as caught:
+        module.train_step(summed_loss, [own_batch("plain", 4, 0)] * 2)
+    return str(caught.value)
+
+
+def outside(rank: int, layout: str) -> str:
+    """What is said of a map of the root, and of a block, that are called where no weights are gathered."""
+    module, x = own_split(OwnTraining("plain", layout)), own_batch("plain", 2, 0)[0]
+    said = set()
+    for use in (module.enter, module.blocks[1]):
+        with pytest.raises(UserError) as caught:
+            use(x)
+        said.add(str(caught.value))
+    return said.pop() if len(said) == 1 else str(said)
 
 
 def verdict(

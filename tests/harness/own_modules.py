@@ -1,6 +1,6 @@
 """Modules without a description: three of the tests' own, and `transformers` classes with few, random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -63,9 +63,10 @@ class PlainBlock(nn.Module):
         self.register_buffer("scale", torch.full((width,), 0.5))
         self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
         if self.training:
             self.runs += 1
+        x = x if more is None else x + more
         return x + self.scale.to(x.dtype) * self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -91,6 +92,16 @@ class PastStages(PlainMLP):
         for block in self.blocks:
             x = block(x)
         return self.head(x + first)
+
+
+class Conditioned(PlainMLP):
+    """Whose blocks all take what comes before them, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.enter(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.head(x)
 
 
 class ScaledMap(nn.Linear):
@@ -144,6 +155,23 @@ class NestedModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Unordered(nn.Module):
+    """Blocks in another order than that of registration, one of them twice and under two names. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, twice = nn.Embedding(VOCAB, WIDTH), NestedBlock(WIDTH)
+        self.last = nn.ModuleList([twice, NestedBlock(WIDTH), twice])
+        self.first = nn.ModuleList(NestedBlock(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in (*self.first, *self.last):
+            x = block(x)
+        return self.head(x)
 
 
 class StateSpaceBlock(nn.Module):
@@ -295,9 +323,36 @@ class AttentionModel(nn.Module):
 
     def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.table(ids) + self.places(torch.arange(ids.shape[1]) if position_ids is None else position_ids)
-        for block in self.blocks:
+        for block in self.ordered():
             x = block(x)
         return self.head(self.norm(x))
+
+    def ordered(self) -> Iterator[nn.Module]:
+        return iter(self.blocks)
+
+
+class HeadsBlock(nn.Module):
+    """Attention by torch's module, then a feed-forward. x: [batch, seq, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+        self.feed = NestedBlock(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mask = self.norm(x), nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.feed(x + self.attention(y, y, y, need_weights=False, attn_mask=mask, is_causal=True)[0])
+
+
+class GroupedModel(AttentionModel):
+    """Its blocks are in lists of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(HeadsBlock(WIDTH) for _ in range(2)) for _ in range(2))
+
+    def ordered(self) -> Iterator[nn.Module]:
+        return (block for group in self.blocks for block in group)
 
 
 OWN: dict[str, type[nn.Module]] = {

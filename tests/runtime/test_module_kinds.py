@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from harness.pool import run_ranks
 from shardwise import Layout, UserError, split
 from shardwise.errors import DivergedError
 from shardwise.runtime.job.config import OptimizerConfig
@@ -58,6 +60,13 @@ class Unknown(Wrapped):
         return Box()
 
 
+class Checkpointed(Wrapped):
+    """Which is recomputed around its forward pass."""
+
+    def __call__(self, before: Result | Tensor) -> Result:
+        return checkpoint(super().__call__, before, use_reentrant=False)
+
+
 class InPlace(nn.Module):
     """Changes its input, which nothing but recomputation needs."""
 
@@ -92,6 +101,10 @@ class Halves(nn.Module):
         return first, second
 
 
+def batch_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
 def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
@@ -104,7 +117,9 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
+        return self.rest(self.enter(x))
+
+    def rest(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         if isinstance(x, Result):
@@ -124,14 +139,35 @@ def preference(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return F.softplus(reference - y).sum(), y.numel()
 
 
+def by_methods(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """The blocks run twice."""
+    y = model.rest(model.enter(x))
+    return (y - model.rest(0.5 * y)).square().sum(), y.numel()
+
+
+def slopes(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum(), x.numel()
+
+
 @pytest.mark.parametrize("layout", ["dp=1", "recompute=full", "zero=3"])
 @pytest.mark.parametrize(
     ("block", "loss"),
-    [(Counting, squares), (Wrapped, squares), (weight_normed, squares), (Wrapped, preference)],
-    ids=["written-buffers", "dataclasses", "weight-norm", "reference-pass"],
+    [(Counting, squares), (Wrapped, squares), (weight_normed, squares), (Wrapped, preference), (Counting, by_methods)],
+    ids=["written-buffers", "dataclasses", "weight-norm", "reference-pass", "methods"],
 )
 def test_training_is_that_of_plain_pytorch(block, loss, layout):
     trained(block, loss, layout)
+
+
+def test_statistics_of_a_batch_norm_stay_wide_in_half_precision():
+    losses = []
+    for precision in ("fp64", "bf16"):
+        module = split(Chain(batch_normed), f"precision={precision}", optimizer=SETTINGS)
+        losses.append([module.train_step(squares, X, lr=LR).loss for _ in range(3)])
+    norm = module.module.blocks[0][1]
+    assert (norm.weight.dtype, norm.running_var.dtype) == (torch.bfloat16, torch.float32)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["stop", "skip"])
@@ -146,6 +182,13 @@ def test_a_step_that_is_not_finite_leaves_statistics_as_they_were(mode):
         assert torch.equal(buffer, before[name]), name
     assert not module.train_step(squares, X).skipped
     assert module.module.blocks[0].calls == before["blocks.0.calls"] + 1
+
+
+def test_methods_run_outside_of_a_step():
+    module = split(Chain(Wrapped), "precision=fp32")
+    assert torch.equal(module.rest(module.enter(X)), module(X))
+    for message in run_ranks("harness.module_jobs:outside", 2, "dp=2,zero=3"):
+        assert "outside of a step call that, not its methods or submodules" in message
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "zero=3"])
@@ -180,19 +223,21 @@ IN_PLACE = r"the backward pass of blocks\.1 needs a tensor that was changed in p
 
 
 @pytest.mark.parametrize(
-    ("block", "recompute", "message"),
+    ("block", "recompute", "loss", "message"),
     [
-        (TooLate, "none", IN_PLACE),
-        (TooLate, "full", IN_PLACE),
-        (InPlace, "full", IN_PLACE),
-        (Halves, "none", r"an input of blocks\.1, or of a block before it, is changed in place"),
-        (Unknown, "none", r"blocks\.0 returns a Box without a tensor that has a gradient"),
+        (TooLate, "none", squares, IN_PLACE),
+        (TooLate, "full", squares, IN_PLACE),
+        (InPlace, "full", squares, IN_PLACE),
+        (Halves, "none", squares, r"an input of blocks\.1, or of a block before it, is changed in place"),
+        (Unknown, "none", squares, r"blocks\.0 returns a Box without a tensor that has a gradient"),
+        (Checkpointed, "none", squares, r"blocks\.1 runs again in the backward pass, as with torch\.utils\.checkpoint"),
+        (Wrapped, "none", slopes, r"loss_fn computes a gradient of the module itself"),
     ],
 )
-def test_what_does_not_run_is_named(block, recompute, message):
+def test_what_does_not_run_is_named(block, recompute, loss, message):
     module = split(Chain(block), f"precision=fp32,recompute={recompute}")
     with pytest.raises(UserError, match=message) as caught:
-        module.train_step(squares, X)
+        module.train_step(loss, X)
     assert "\n" not in str(caught.value)
 
 

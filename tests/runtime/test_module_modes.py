@@ -46,6 +46,12 @@ def test_selective_recomputation_trains_like_one_device(name, layout, accumulate
     trained(OwnTraining(name, layout, accumulate))
 
 
+@pytest.mark.parametrize("layout", ["cp=2", "dp=2,zero=3,recompute=selective"])
+def test_attention_is_found_in_a_module_of_torch(layout):
+    """Whose function calls it where no mode sees that. Blocks are in lists of lists."""
+    trained(OwnTraining("grouped", layout))
+
+
 def test_selective_recomputation_saves_less_than_none_and_more_than_full():
     def saved(layout: str) -> int:
         (outcome,) = trained(OwnTraining("attends", layout))

@@ -7,7 +7,17 @@ from torch import nn
 
 from harness.cases import from_table, table
 from harness.module_jobs import OwnTraining, trained, verdict
-from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PIPED, PastStages, own_batch, token_example
+from harness.own_modules import (
+    GPT2_PARTS,
+    GPT2_PLAN,
+    OWN,
+    PARTS,
+    PIPED,
+    PastStages,
+    own_batch,
+    token_example,
+)
+from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.runtime.module.chain import Chain, find_chain
@@ -51,6 +61,8 @@ def test_a_connection_past_a_stage_is_noticed():
     """It would be wrong without a word if what is skipped were zero, or the tensor that travels."""
     result = verdict(PastStages, "pp=2", (own_batch("plain", 4, 0)[0],), parts=PARTS["plain"])
     assert not result and result.module == "head"
+    for message in run_ranks("harness.module_jobs:conditioned", 2, "pp=2"):
+        assert "blocks.2 takes a second tensor from a part before the blocks" in message
 
 
 def test_the_ledger_has_a_message_per_micro_batch_and_way():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.cases import table
 from harness.module_jobs import ROWS, OwnTraining, trained, verdict
@@ -70,6 +70,9 @@ class _ScaledBlock(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
         self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(self.norm(x)))
 
 
 MAPS = {"blocks.*.up": "column", "blocks.*.down": "row"}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from harness.cases import from_table, table
 from harness.module_jobs import ROWS, STEPS, OwnTraining, reference, trained
-from harness.own_modules import OWN, SkipMLP, own_batch
+from harness.own_modules import OWN, GroupedModel, SkipMLP, own_batch
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, StepReport, UserError, split
@@ -145,6 +145,13 @@ def test_bad_input_is_one_line(module, layout, options, message):
     with pytest.raises(UserError, match=message) as caught:
         split(module, layout, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_lists_are_no_blocks():
+    module, blocks = GroupedModel(), [f"blocks.{group}.{block}" for group in range(2) for block in range(2)]
+    assert find_blocks(module, None) == find_blocks(module, ["HeadsBlock"]) == blocks
+    with pytest.raises(UserError, match=r"blocks\.0 is a ModuleList, which is never called: name blocks\.0\.\*"):
+        find_blocks(module, ["blocks.*"])
 
 
 @from_table

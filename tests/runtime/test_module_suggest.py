@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.module_jobs import verdict
-from harness.own_modules import _SMALL, FAMILIES, OWN, gpt2, own_batch, token_example
+from harness.own_modules import _SMALL, FAMILIES, OWN, gpt2, own_batch, summed_loss, token_example
 from harness.pool import RankFailed
 from shardwise import UserError, suggest, verify
 from shardwise.layout.styles import style_of
@@ -76,7 +76,8 @@ SEEN = [name for name in OWN if name != "routed"]
 @pytest.mark.parametrize("name", SEEN)
 def test_own_modules_get_plans_that_are_correct(name):
     inputs = own_batch(name, 4, 0)[0]
-    plan = suggest(OWN[name](), (inputs.float() if inputs.is_floating_point() else inputs,))
+    plan = suggest(OWN[name](), (inputs,))
+    assert suggest(OWN[name](), own_batch(name, 4, 0), loss=summed_loss) == plan
     assert plan
     result = verdict(OWN[name], "dp=2,tp=2,zero=1", (inputs,), plan)
     assert result, str(result)

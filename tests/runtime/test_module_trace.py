@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness import forked
 from harness.cases import from_table, table
-from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss
+from harness.own_modules import OWN, PLANS, Unordered, llama, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
 from harness.traced_jobs import TracedCase, of_two_rows, token_loss, traced
@@ -183,6 +183,22 @@ def test_other_degrees_and_sequences_are_named(skips):
         estimate(skips, "dp=2", Workload(seq=7, batch=8))
 
 
+def test_blocks_are_in_the_order_of_the_loss():
+    blueprint = trace(Unordered, own_batch("nested", 2, 0), loss=summed_loss, precisions=["fp32"], single=False)
+    assert [part.name for part in blueprint.parts] == ["root", "first.0", "first.1", "last.1"]
+
+
+def test_a_loss_calls_methods_and_an_example_may_be_wide():
+    def halves(model: Uneven, batch: tuple[Tensor]) -> Tensor:
+        return model.halved(batch[0]).square().mean()
+
+    (step, _) = trace(Uneven, (X.double(),), loss=halves, precisions=["fp32"], single=False).trace.steps
+    assert [op.module for part in step.operations for op in part.operations if op.kind == "product"][:2] == [
+        "up",
+        "down",
+    ]
+
+
 # -- modules that cannot be traced
 
 
@@ -209,6 +225,9 @@ class Uneven(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).relu())
+
+    def halved(self, x: Tensor) -> Tensor:
+        return 0.5 * self(x)
 
 
 class Overlapping(nn.Module):

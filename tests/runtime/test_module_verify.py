@@ -20,6 +20,7 @@ from harness.own_modules import (
     PLANS,
     T5_PLAN,
     SkipMLP,
+    Unordered,
     exact,
     gpt2,
     image_example,
@@ -32,7 +33,7 @@ from harness.own_modules import (
     vit,
 )
 from harness.today import some_of
-from shardwise import UserError, verify
+from shardwise import UserError, suggest, verify
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 pytestmark = pytest.mark.usefixtures("leftovers")
@@ -53,6 +54,13 @@ def test_transformers_classes_are_split_right(family, layout):
     result = verdict(partial(exact, family), layout, token_example(), plan, tolerance=EXACT)
     assert result, str(result)
     assert result.modules >= 30 and result.parameters >= 15 and result.error < EXACT
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2"])
+def test_the_example_gives_the_order_of_blocks(layout):
+    ids = own_batch("nested", 4, 0)[:1]
+    result = verdict(Unordered, layout, ids, suggest(Unordered, ids), tolerance=EXACT)
+    assert result, str(result)
 
 
 @pytest.mark.parametrize("layout", some_of(LAYOUTS, 2, "layouts of T5"))
@@ -179,9 +187,10 @@ def test_the_command_says_what_is_right_and_what_is_wrong(tmp_path):
     file = tmp_path / "net.py"
     file.write_text(MODULE)
     words = ["verify", f"{file}:build", "--layout", "dp=2,tp=2,zero=3", "--plan"]
-    done = shardwise(*words, "up=column,down=row")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "equal to one device. Outputs of 3 modules and gradients of 4 parameters" in done.stdout
+    for plan in ("up=column,down=row", "suggest"):
+        done = shardwise(*words, plan)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "equal to one device. Outputs of 3 modules and gradients of 4 parameters" in done.stdout
     done = shardwise(*words, "up=column,down=replicate", "--json")
     data = json.loads(done.stdout)
     assert done.returncode == 1 and not data["equal"] and data["module"] == "down" and "RuntimeError" in data["reason"]

@@ -21,7 +21,7 @@ from shardwise.cli.declare import arg, leave_out, word
 from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result, working
 from shardwise.cli.quantities import numbers
-from shardwise.cli.verify import SplitOptions, names_code, plan_of
+from shardwise.cli.verify import SUGGEST, SplitOptions, names_code, plan_of
 from shardwise.codec import keyed
 from shardwise.layout.keys import APART
 from shardwise.model.blueprint import Blueprint
@@ -35,9 +35,6 @@ from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.installed import require
 
-SUGGEST = "suggest"
-"""Value of --plan for the plan that is suggested."""
-
 
 @dataclass
 class TraceOptions(SplitOptions, OfflineOptions):
@@ -47,9 +44,6 @@ class TraceOptions(SplitOptions, OfflineOptions):
         "MODEL",
     )
     example: str | None = arg("of FILE.py: inputs of a forward pass, in the same file (example)", "NAME")
-    plan: str | None = arg(
-        "PATTERN=STYLE,... of tensor parallelism, or suggest for one that is found (the model's own)", "TEXT"
-    )
     out: str | None = arg("the file that is written: model.json", "FILE")
     loss: str | None = arg("of FILE.py: its loss, in the same file (the sum of the outputs)", "NAME")
     seq: int | None = arg("of a configuration: tokens of a row (the usual ones)", "N", positive=True, tokens=True)
@@ -87,11 +81,11 @@ def _of_file(args: TraceOptions, suggested: dict[str, Any]) -> tuple[dict[str, A
     build = FromFile.parse(args.model)
     module, example = build(), FromFile(build.path, args.example or "example")
     blocks, parts = (names.split(",") if names else None for names in (args.blocks, args.parts))
+    loss = FromFile(build.path, args.loss).loaded() if args.loss else None
     plan: Mapping[str, str] | None = plan_of(args.plan) if args.plan and args.plan != SUGGEST else None
     if args.plan == SUGGEST:
-        plan = suggestion = suggest(module, example, blocks=blocks)
+        plan = suggestion = suggest(module, example, blocks=blocks, loss=loss)
         suggested |= suggestion.to_json()
-    loss = FromFile(build.path, args.loss).loaded() if args.loss else None
     request = {"model": module, "example": example, "plan": plan, "loss": loss, "blocks": blocks, "parts": parts}
     return request, TraceSource(build.path, build.name, example.name, args.loss or "")
 

@@ -25,12 +25,17 @@ from shardwise.model.catalog import resolve
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
 
+SUGGEST = "suggest"
+"""Value of --plan for the plan that is suggested."""
+
 
 @dataclass
 class SplitOptions(CommandOptions):
     """How a module is split."""
 
-    plan: str | None = arg("PATTERN=STYLE,... of tensor parallelism (the model's own)", "TEXT")
+    plan: str | None = arg(
+        "PATTERN=STYLE,... of tensor parallelism, or suggest for one that is found (the model's own)", "TEXT"
+    )
     blocks: str | None = arg("classes or paths, by commas, of what is gathered alone", "NAMES")
     parts: str | None = arg("all modules in order of the forward pass, by commas, for pp (the model's own)", "PATTERNS")
 
@@ -49,14 +54,16 @@ class VerifyOptions(SplitOptions, OfflineOptions):
 
 
 def run(args: VerifyOptions) -> int:
+    require("verify", "torch")
+    from shardwise.runtime.module.suggest import suggest
     from shardwise.runtime.module.verify import verify
 
-    require("verify", "torch")
     request = _of_file(args) if names_code(args.model) else _of_configuration(args)
-    if args.plan:
-        request["plan"] = plan_of(args.plan)
     if args.blocks:
         request["blocks"] = args.blocks.split(",")
+    if args.plan:
+        of = request["model"], request["example"]
+        request["plan"] = suggest(*of, blocks=request.get("blocks")) if args.plan == SUGGEST else plan_of(args.plan)
     if args.parts:
         request["parts"] = args.parts.split(",")
     if args.tolerance is not None:

@@ -125,6 +125,8 @@ class Key:
         if self.kind not in ("number", "list"):
             self._check_choice(value)
             return value
+        if self.kind == "list" and value == "even":
+            return self.default
         try:
             numbers = runs_in(value) if self.kind == "list" else (int(value),)
         except ValueError:
@@ -453,8 +455,8 @@ class Keys:
     )
     stages: tuple[int, ...] = key(
         (),
-        "layers of each of the pp x virtual stages, such as 21/20/20/19; none: even",
-        "priced",
+        "layers of each of the pp x virtual stages, such as 21/20/20/19; none, or `even`: even",
+        "searched",
         example="16/16",
         feature=("listed", ""),
         **_PIPELINE,

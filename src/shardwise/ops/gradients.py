@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import UserError
 from shardwise.ops.limits import CACHED, product_chunk
 
 
@@ -90,13 +91,24 @@ class WeightGradients:
     def __init__(self, at_once: Collection[str] = ()) -> None:
         self._at_once = frozenset(at_once)
         self._kept: list[WeightGradient] | None = None
+        self.outside = False
+        """Whether no backward pass of a step is running, so that gradients have no place."""
 
     @property
     def waiting(self) -> bool:
         return self._kept is not None
 
+    def check(self) -> None:
+        """Raise `UserError` outside of a step's backward pass."""
+        if self.outside:
+            raise UserError(
+                "loss_fn computes a gradient of the module itself (torch.autograd.grad), and its maps and blocks have "
+                "theirs in a step's one backward pass alone: leave that gradient out of the loss"
+            )
+
     def add(self, part: str, add: Callable[[], None], *reads: Tensor) -> None:
         """Call `add`, now or later."""
+        self.check()
         if self._kept is None or part in self._at_once:
             add()
         else:

@@ -352,7 +352,12 @@ class Space:
             several = pp > 1 and find(schedule).virtual > 1
             for virtual in range(2, (self.model.layers + BARE_ENDS) // pp + 1) if several else (1,):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
-                    yield from (ScheduleChoice(schedule, virtual, ends) for ends in self._ends(pp, virtual))
+                    every = (ScheduleChoice(schedule, virtual, ends) for ends in self._ends(pp, virtual))
+                    yield from (order for order in every if self._allows_stages(pp, order))
+
+    def _allows_stages(self, pp: int, order: ScheduleChoice) -> bool:
+        stages, wanted = weighed(self.model.layers, pp * order.virtual, order.ends), self.fixed.get("stages")
+        return wanted is None or wanted == stages or (wanted == () and order.ends == EVEN)
 
     def _ends(self, pp: int, virtual: int) -> Iterator[tuple[int, int]]:
         """Blocks that the embedding and the head may count as. Several chunks a rank are as large. Beside even

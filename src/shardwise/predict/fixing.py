@@ -6,6 +6,7 @@ from typing import Any
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout.keys import KEYS, SEARCHED, goes_with, read
 from shardwise.layout.layout import Layout
+from shardwise.options import runs_text
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 """The schedules whose bubble has a closed form for the whole step (`schedule.pipeline.closed_forms`): not those that
@@ -38,7 +39,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
 
 
 def words_of(fixed: Mapping[str, Any]) -> str:
-    return ",".join(key if value is True else f"{key}={value}" for key, value in fixed.items())
+    return ",".join(KEYS[key].text(value) if value != () else f"{key}=even" for key, value in fixed.items())
 
 
 def text_of(layout: Layout) -> str:
@@ -49,7 +50,7 @@ def text_of(layout: Layout) -> str:
         others |= {name: getattr(layout, name) for name in goes_with("zero") if name in SEARCHED}
         others |= {"shard": layout.shard_ranks}
     if layout.pp > 1:
-        others |= {"virtual": layout.virtual}
+        others |= {"virtual": layout.virtual, "stages": runs_text(layout.stages) or "even"}
     words = [f"{key}={value}" for key, value in (degrees | others).items()]
     words += [f"{key}={value}" for key in HOMES if (value := getattr(layout, key)) != "none"]
     words += [f"sp={str(layout.sp).lower()}"] if layout.tp > 1 else []

@@ -18,7 +18,6 @@ from torch.utils import _pytree
 
 from shardwise.errors import UserError
 from shardwise.layout.axes import CP, DP, TP
-from shardwise.layout.context import cuts_sequences
 from shardwise.layout.modules import fewest_micro_batches
 from shardwise.runtime.module.describe import call
 from shardwise.runtime.module.experts import use_exact_products
@@ -130,8 +129,8 @@ def compare_split(request: VerifyRequest) -> RankDifference:
     rows = _rows(example, request.layout.dp, micro_batches)
     plain = _OneDevice(copy.deepcopy(module).double(), example, rows, request.layout.dp * micro_batches)
     program = split(
-        module, request.layout, request.plan, example if cuts_sequences(request.layout) else None,
-        blocks=request.blocks, parts=request.parts, accumulate=micro_batches,
+        module, request.layout, request.plan, example, blocks=request.blocks, parts=request.parts,
+        accumulate=micro_batches,
     ).program  # fmt: skip
     place, outputs = _Place(program, rows), _Outputs(module)
     plain.run_alone(place.dp[1] * micro_batches)

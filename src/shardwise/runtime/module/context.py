@@ -16,9 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError, brief
@@ -31,7 +29,8 @@ from shardwise.runtime.context.cores import ContextCore, attend, fused_kernel
 from shardwise.runtime.context.view import local_places
 from shardwise.runtime.module.describe import ROOT, call
 from shardwise.runtime.module.initial import is_meta
-from shardwise.runtime.module.inputs import unpacked
+from shardwise.runtime.module.inputs import suited, unpacked
+from shardwise.runtime.module.recompute import AttentionMode
 from shardwise.runtime.transport.comms import Comms
 
 POSITIONS = "position_ids"
@@ -40,17 +39,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(queries [B, H, S, D], keys [B, K, S, D], values [B, K, S, V], scale) -> [B, H, S, V], causal."""
 
 
-class CausalAttention(TorchFunctionMode):
-    """What calls `scaled_dot_product_attention` gets `attend`. Raises `UserError` for attention of another kind."""
+class CausalAttention(AttentionMode):
+    """What attends gets an `Attend`. Raises `UserError` for attention of another kind."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
         self._attend = attend
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._attend(*_causal(*args, **(kwargs or {})))
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._attend(*_causal(*args, **kwargs))
 
 
 def _causal(
@@ -241,7 +238,7 @@ def check_tokens(module: nn.Module, example: Any) -> None:
     probe = copy.deepcopy(module).eval()
     if any(p.is_floating_point() and p.dtype.itemsize < 4 for p in probe.parameters()):
         probe.float()
-    length = length_of(example)
+    length, example = length_of(example), suited(probe, example)
     with torch.no_grad(), torch.random.fork_rng([]):
         for parameter in probe.parameters():  # zeros would hide what they multiply
             if parameter.is_floating_point() and not parameter.any():

@@ -21,6 +21,7 @@ from shardwise.runtime.module.adapters import AdaptedMap, columns_out
 from shardwise.runtime.module.chain import ENTRY, EXIT, Chain
 from shardwise.runtime.module.expert_plan import ExpertPlan, expert_plan, published_plan, stacked
 from shardwise.runtime.module.initial import is_meta
+from shardwise.runtime.module.inputs import suited
 from shardwise.runtime.module.sequence import SequencePlan, sequence_plan
 
 ROOT = "root"
@@ -136,6 +137,10 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[str]:
             hits = hits or list(matched({word: WHOLE}, named, published=True))
             if not hits:
                 raise UserError(f"blocks: nothing is named {word!r}; {did_you_mean(word, classes, 'classes:')}")
+            if held := next((name for name in hits if _only_holds(named[name])), ""):
+                raise UserError(
+                    f"blocks: {held} is a {type(named[held]).__name__}, which is never called: name {held}.*"
+                )
             paths += hits
     chosen = {path.removeprefix(".") for path in paths}
     paths = [path for path in named if path in chosen]
@@ -143,10 +148,15 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[str]:
 
 
 def _alike(child: nn.Module) -> list[str]:
-    """Names of the elements of a list of modules of one class."""
+    """Names of the elements of a list of modules of one class, which are called."""
     if not isinstance(child, nn.ModuleList) or len({type(element) for element in child}) != 1 or len(child) < 2:
         return []
-    return [name for name, _ in child.named_children()]
+    return [name for name, element in child.named_children() if not _only_holds(element)]
+
+
+def _only_holds(child: nn.Module) -> bool:
+    """Whether it has no forward pass: a list of lists of blocks, or of parameters."""
+    return type(child).forward is nn.Module.forward
 
 
 def _class_of(module: nn.Module, name: str) -> str:
@@ -217,8 +227,10 @@ def _check_apart(aliases: Sequence[str], experts: ExpertPlan) -> None:
 def _styles(module: nn.Module, layout: Layout, plan: Mapping[str, str], published: bool) -> dict[str, MapStyle]:
     if published:
         _check_heads(module, layout)
-    held = [name for name, child in module.named_modules() if child._parameters]
-    styles = matched(plan, held, published)
+    every = list(module.named_modules(remove_duplicate=False))
+    chosen = matched(plan, [name for name, child in every if child._parameters], published)
+    first = {child: chosen[name] for name, child in reversed(every) if name in chosen}
+    styles = {name: chosen.get(name, first[child]) for name, child in every if child in first}  # of all its names
     for name, style in styles.items():
         styles[name] = _suited(name, module.get_submodule(name), style)
     return styles | _of_shared(module, styles)
@@ -345,24 +357,28 @@ def _check_divides(name: str, cut: Cut, size: int, layout: Layout) -> None:
 
 def call(module: Callable[..., Any], example: Any) -> Any:
     """The result for an example: a dictionary of keyword arguments, a tuple of arguments, or one argument."""
+    example = suited(module, example)
     if isinstance(example, Mapping):
         return module(**example)
     return module(*example) if isinstance(example, tuple) else module(example)
 
 
-def run_order(module: nn.Module, blocks: Sequence[str], example: Any) -> list[str]:
+def run_order(
+    module: nn.Module, blocks: Sequence[str], example: Any, loss: Callable[[Any, Any], Any] | None = None
+) -> list[str]:
     """The blocks in the order of their forward passes, by running the module once. One that runs several times, or
-    never, is left out: it then belongs to the root. example: as for `call`."""
+    never, is left out: it then belongs to the root. example: as for `call`, or for a loss, whose last pass counts."""
     runs: list[str] = []
-    hooks = [
+    hooks = [module.register_forward_pre_hook(lambda *_: runs.clear())]
+    hooks += [
         module.get_submodule(block).register_forward_pre_hook(lambda child, args, block=block: runs.append(block))
         for block in blocks
     ]
     if is_meta(module):
         example = _pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, example)
     try:
-        with torch.no_grad():
-            call(module, example)
+        with torch.set_grad_enabled(loss is not None):
+            call(module, example) if loss is None else loss(module, suited(module, example))
     finally:
         for hook in hooks:
             hook.remove()

@@ -21,8 +21,8 @@ from shardwise.model.trace import Trace
 from shardwise.runtime.module.chain import Chain, find_chain
 from shardwise.runtime.module.class_model import ClassModel
 from shardwise.runtime.module.context import check_positions, check_tokens
-from shardwise.runtime.module.describe import describe, find_blocks, run_order
-from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_program
+from shardwise.runtime.module.describe import describe, find_blocks
+from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_order, fake_program
 from shardwise.runtime.module.initial import is_meta
 from shardwise.runtime.module.inputs import in_dtype, with_rows
 from shardwise.runtime.module.losses import TokenRows, token_loss
@@ -96,10 +96,10 @@ class DryModule:
         self.chain: Chain | None = (
             find_chain(self.module, source.parts, blocks) if self.layout.stage_count > 1 else None
         )
-        if blocks and self.chain is None and self.loss is default_loss:
-            blank = fake_copy(self.module, self.fake)
+        if blocks and self.chain is None:
             with self.fake:
-                blocks = run_order(blank, blocks, with_rows(self.example, 2))
+                batch = with_rows(self.example, 2)
+            blocks = fake_order(self.module, self.fake, blocks, batch, self.loss)
         self.described = describe(self.module, self.layout, source.plan, blocks, self.chain)
 
     def planned(self, plan: UnitPlan, rank: int) -> UnitPlan:

@@ -16,7 +16,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.fake_group import fake_comms
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.module.describe import DescribedModule, call
+from shardwise.runtime.module.describe import DescribedModule, call, run_order
 from shardwise.runtime.module.initial import place_buffers
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
@@ -41,6 +41,19 @@ def fake_copy(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None
 
 def _blank(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype if dtype and x.is_floating_point() else x.dtype)
+
+
+def fake_order(
+    module: nn.Module, fake: FakeTensorMode, blocks: Sequence[str], batch: Any, loss: LossFunction | None = None
+) -> list[str]:
+    """As of `run_order`, without values. As registered where the module does not run so as it is, such as one whose
+    experts are not split yet."""
+    try:
+        blank = fake_copy(module, fake)
+        with fake:
+            return run_order(blank, blocks, batch, loss)
+    except Exception:
+        return list(blocks)
 
 
 def fake_step(

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from shardwise.errors import UserError
@@ -36,6 +36,13 @@ def with_rows(example: Any, rows: int) -> Any:
 def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """Inputs with their floating-point numbers in another dtype."""
     return _pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+
+def suited(module: Any, batch: Any) -> Any:
+    """Inputs with their floating-point numbers in the dtype of a module's first parameter, as in a step."""
+    dtypes = (p.dtype for p in module.parameters() if p.is_floating_point()) if isinstance(module, nn.Module) else ()
+    dtype = next(iter(dtypes), None)
+    return batch if dtype is None else in_dtype(batch, dtype)
 
 
 def row_count(example: Any) -> int:

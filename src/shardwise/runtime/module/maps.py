@@ -6,6 +6,7 @@ Linear maps write the gradients of their weights where these stay, whether they 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ def lower_maps(
     compiled = plan.of_kind("block") if plan.layout.compile == "block" else []
     for name, child in module.named_modules():
         style = styles.get(name, MapStyle())
+        if isinstance(child, nn.modules.batchnorm._NormBase) and "weight" in child._parameters:
+            part = parameters[id(child.weight)].part if child.weight is not None else ""
+            child.forward = outside(partial(_beside_statistics, child, child.forward), part in compiled)
         if name in described.experts.modules:
             part = parameters[id(next(child.parameters(recurse=False)))].part
             experts.setdefault(part, []).append(lower_experts(child, plan, RankExchange(plan, comms, part)))
@@ -61,6 +65,17 @@ def lower_maps(
             writing.add(child)
         child.forward = outside(form, part in compiled)  # type: ignore[assignment]
     return writing, experts
+
+
+def _beside_statistics(norm: Any, forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    """A batch norm's forward pass, with its weights as wide as its running statistics, which kernels require."""
+    held, stats = dict(norm._parameters), norm.running_mean
+    try:
+        if stats is not None:
+            norm._parameters |= {leaf: p if p is None else p.to(stats.dtype) for leaf, p in held.items()}
+        return forward(*args)
+    finally:
+        norm._parameters |= held
 
 
 def outside(form: Callable[..., Any], compiled: bool) -> Callable[..., Any]:

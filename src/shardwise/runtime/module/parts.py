@@ -115,6 +115,13 @@ class PartRunner(Runner):
         super().__init__(module, plan, comms, device, weights, writing, file)
         self._saved: dict[tuple[str, int], SavedTensors] = {}
         """(block, forward pass) -> its offloaded tensors of this micro-batch, in the order of the forward passes."""
+        self.weights.outside = True
+        self._inside = False
+        """Whether the module's own forward pass is running."""
+        self.evaluating = False
+        """Whether a block was called since the last step, by a method or as a submodule."""
+        self._entered = False
+        """Whether the root computes outside of it in this micro-batch."""
         self._whole_stream = bool(described.sequence.blocks)
         """Whether the blocks have shards of sequences, from the first one to the last."""
         self.freezes = plan.blueprint.freezes
@@ -133,6 +140,10 @@ class PartRunner(Runner):
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
         self.rows = CutRows(plan, comms, device) if cuts_sequences(plan.layout) else None
         """What this rank has of rows, where sequences are cut."""
+        if plan.layout.stage == 3 and described.chain is None:
+            owners = {p.name.rpartition(".")[0] for unit in plan.units_of(ROOT) for p in unit.placed}
+            for owner in owners - {""}:
+                module.get_submodule(owner).register_forward_pre_hook(self._root_computes)
         self._names = {module.get_submodule(p.name): p.name for p in plan.blueprint.parts if p.kind == "block"}
         self.recomputation, self._compiler = BlockRecomputation(plan.layout.recompute), None
         if plan.layout.compile == "block":
@@ -161,6 +172,7 @@ class PartRunner(Runner):
         """The module's forward pass, with floating-point inputs in the layout's precision. Raises `UserError` where its
         code reads a weight that is in fewer bits."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
+        before, self._inside = self._inside, True
         try:
             forward: Callable[..., Any] = self.module if self.rows is None else partial(self.rows.run, self.module)
             return forward(*args, **kwargs) if self.stages is not None else self._part(ROOT, forward, *args, **kwargs)
@@ -183,6 +195,8 @@ class PartRunner(Runner):
                     "call the map, or leave base out"
                 ) from error
             raise
+        finally:
+            self._inside = before
 
     def of_rows(self, batch: Any) -> Any:
         """What this rank has of the rows of a batch: all of it, where sequences are not cut."""
@@ -223,7 +237,8 @@ class PartRunner(Runner):
     def begin_backward(self, stage: int) -> None:
         """As of `Runner`."""
         if self.stages is None:
-            self._open = {ROOT}
+            self._open, self._entered = {ROOT}, False
+            self._skip(lambda use: use.kind == "forward")
             self._use("backward", ROOT)
             return
         parts = self.plan.stages[stage]
@@ -234,6 +249,7 @@ class PartRunner(Runner):
     @contextmanager
     def backward_errors(self) -> Iterator[None]:
         """Around a backward pass. Raises `UserError` for a tensor that it needs and that was changed in place."""
+        self.weights.outside = False
         try:
             yield
         except RuntimeError as error:
@@ -244,6 +260,8 @@ class PartRunner(Runner):
                 f"the backward pass of {where} needs a tensor that was changed in place after it was saved (as by "
                 "x += 1): write x = x + 1"
             ) from error
+        finally:
+            self.weights.outside = True
 
     def end_backward(self, stage: int) -> None:
         """As of `Runner`: that of blocks which the loss does not depend on is over, too."""
@@ -261,7 +279,7 @@ class PartRunner(Runner):
 
     def _part(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._use("forward", name)
-        if not torch.is_grad_enabled():
+        if self.evaluating or not torch.is_grad_enabled():
             return self._whole(forward, args, kwargs) if name == ROOT else forward(*args, **kwargs)
         number = self.engine.passes
         if name == ROOT:
@@ -341,6 +359,20 @@ class PartRunner(Runner):
     def _use(self, kind: str, name: str) -> None:
         """A part is about to compute: the plan's next use, a later one of the same pass, whose earlier ones are left
         out, or a further forward pass. Raises `UserError` for another."""
+        if kind == "backward" and name != ROOT:
+            self.weights.check()
+        if kind == "forward" and not self.weights.outside:
+            raise UserError(
+                f"{name} runs again in the backward pass, as with torch.utils.checkpoint around it: leave that out, "
+                "and choose recompute=full"
+            )
+        if kind == "forward" and name != ROOT and not self._inside:
+            self._enter(name)
+        if (kind, name) == ("forward", ROOT) and self._entered and (latest := self.engine.latest):
+            self._entered = False
+            if (latest.kind, latest.part) == ("forward", ROOT):
+                return
+            self._skip(lambda use: use.kind == "forward")
         use = self.engine.following
         if (kind, name) == ("forward", ROOT) and use and (use.kind, use.part) == ("backward", ROOT):
             self.engine.another_pass()
@@ -354,6 +386,53 @@ class PartRunner(Runner):
                 "one order; give example= to have the order found, or blocks= to name other blocks"
             )
         self.engine.use_unit(kind, name)
+
+    def attribute(self, name: str) -> Any:
+        """Something of the module that a loss uses, such as another method than forward, or a submodule. Methods have
+        their inputs in the layout's precision, too."""
+        if self.stages is None:
+            self._enter()
+        value = getattr(self.module, name)
+        if getattr(value, "__self__", None) is not self.module:
+            return value
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
+            return value(*args, **kwargs)
+
+        return method
+
+    def _root_computes(self, *_: Any) -> None:
+        """A module of the root is called, maybe past the module's own forward pass."""
+        if self.weights.outside and not self._inside:
+            self._check_evaluates()
+            self._enter()
+
+    def _check_evaluates(self) -> None:
+        """Raise `UserError` outside of a step where a rank has a part of the weights alone."""
+        if self.engine.following is None and self.plan.layout.stage == 3:
+            raise UserError(
+                f"layout {self.plan.layout}: a rank has a part of the weights, gathered for steps and for calls "
+                "of the split module: outside of a step call that, not its methods or submodules"
+            )
+
+    def _enter(self, name: str = "") -> None:
+        """The root computes from here on, outside of the module's own forward pass. name: a block that runs, in another
+        pass where this one has had it."""
+        use = self.engine.following
+        if name and use and use.part != ROOT and not any(u.part == name for u in self.engine.to_come()):
+            self._skip(lambda use: use.kind == "forward")
+            use = self.engine.following
+        if use is None and name:
+            self._check_evaluates()
+            self.engine.begin_evaluation()
+            self.evaluating = True
+        elif use and use.kind == "backward" and name:
+            self.engine.another_pass()
+        begins = self.engine.following
+        if begins and (begins.kind, begins.part) == ("forward", ROOT):
+            self.engine.use_unit("forward", ROOT)
+            self._entered = use is not None
 
     def _skip(self, leaves_out: Callable[[Use], bool]) -> None:
         """Leave out the plan's next uses: ranks that do not still find this one in their collectives. Raises

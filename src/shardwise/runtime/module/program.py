@@ -32,6 +32,19 @@ LossFunction = Callable[[Callable[..., Any], Any], Any]
 """(module, micro-batch) -> (summed loss, how many tokens it is summed over), or a mean loss alone."""
 
 
+class LossModule:
+    """The module as a traced loss sees it: a call is a forward pass of the program, all else is the module's own."""
+
+    def __init__(self, program: ModuleProgram) -> None:
+        self._program, self._run = program, program.run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._program.attribute(name)
+
+
 class ModuleProgram(StepProgram, PartRunner):
     """A user's module bound to its buffers and ready to step."""
 
@@ -144,6 +157,7 @@ class ModuleProgram(StepProgram, PartRunner):
     def _begin_step(self) -> None:
         """No gradient has come, whatever a step that failed has left. Raises `UserError` for a parameter that trains
         but has no room for a gradient."""
+        self.evaluating = False
         for flat in self.engine.trained:
             flat.full_grads.free()
             flat.grads.free()
@@ -172,7 +186,7 @@ class ModuleProgram(StepProgram, PartRunner):
 
     def loss_of(self, loss_fn: LossFunction) -> Loss:
         """(loss, tokens) of a micro-batch."""
-        return lambda batch: _loss_and_count(loss_fn(self.run, batch), self.device, self.rows is not None)
+        return lambda batch: _loss_and_count(loss_fn(LossModule(self), batch), self.device, self.rows is not None)
 
     def learn_shapes(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> None:
         """Know the shapes of a pipeline's messages for these batches."""

@@ -22,6 +22,7 @@ from shardwise.errors import UserError
 
 _Place = tuple[nn.Module, str]
 """A module and the name of its buffer."""
+_ATTENTION = F.scaled_dot_product_attention
 
 
 class Recomputation:
@@ -68,7 +69,26 @@ class Recomputation:
                 module._buffers[leaf] = buffer
 
 
-class BlockRecomputation(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
+    """What calls `scaled_dot_product_attention`, itself or by `nn.MultiheadAttention`, gets `attend`."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        attention = F.scaled_dot_product_attention  # no mode sees what this function calls
+        F.scaled_dot_product_attention = self.attend
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            F.scaled_dot_product_attention = attention
+
+
+class BlockRecomputation(AttentionMode):
     """`recompute=` for the blocks of one rank. As a mode around a block's forward pass, it has what calls
     `scaled_dot_product_attention` save its inputs alone."""
 
@@ -87,11 +107,10 @@ class BlockRecomputation(TorchFunctionMode):
         with self:
             return forward(*args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         self._met = True
-        return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+        out: Tensor = checkpoint(_ATTENTION, *args, use_reentrant=False, **kwargs)
+        return out
 
     def check(self) -> None:
         """After the forward passes of some blocks: raise `UserError` where they have had nothing to recompute."""

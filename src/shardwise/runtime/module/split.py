@@ -179,7 +179,7 @@ class SplitModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return self.program.attribute(name) if self._trains else getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass. Under a pipeline, and outside of a step, it is None but on the last stage."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree
 
 from shardwise.errors import UserError
 from shardwise.layout import pipeline
@@ -47,6 +49,8 @@ class ModuleStages:
         self.last = len(ends) - 1
         self.where = pipeline.placement(plan.layout)
         self._stage, self._arrived = 0, torch.empty(0)
+        self._checked: set[str] = set()
+        """Blocks whose other arguments were looked at."""
         self._next = 0
         """Number of the block whose turn is next in this forward pass."""
         for path in chain.entry:
@@ -105,13 +109,30 @@ class ModuleStages:
             return self._arrived if number == first - 1 else self._nothing()
         if number >= stop:  # the stage has only what is before the blocks
             raise _Left(_first_of(args, kwargs, path))
-        if number == 0 and self._stage:
-            args, kwargs = _replaced(args, kwargs, self._arrived)
+        if self._stage:
+            args, kwargs = _replaced(args, kwargs, self._arrived) if number == 0 else (args, kwargs)
+            self._check_others(path, args, kwargs)
         out: Tensor = forward(*args, **kwargs)
         check_output(path, out)
         if number == stop - 1 and self._stage < self.last:
             raise _Left(out)
         return out
+
+    def _check_others(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `UserError` for a block that takes a result of what is before the blocks, on a later stage."""
+        if path in self._checked:
+            return
+        self._checked.add(path)
+        for x in _pytree.tree_leaves([*args, *kwargs.values()][1:]):
+            if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(x, FakeTensor) and _is_nothing(x):
+                raise UserError(
+                    f"{path} takes a second tensor from a part before the blocks, which only the first stage has: "
+                    "compute it inside of the blocks, or leave pp out"
+                )
+
+
+def _is_nothing(x: Tensor) -> bool:
+    return bool(x.numel()) and bool(x.isnan().all())
 
 
 def check_output(path: str, out: Any) -> None:

@@ -26,8 +26,9 @@ from shardwise.layout.styles import STYLES, matched, path_of
 from shardwise.runtime.fake_group import fake_ranks
 from shardwise.runtime.module.cuts import DimCut, Uncut, through
 from shardwise.runtime.module.describe import DescribedModule, call, describe, find_blocks, is_plain_map
-from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_step
-from shardwise.runtime.module.inputs import row_count, usual_masks, with_rows
+from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_order, fake_step
+from shardwise.runtime.module.inputs import row_count, suited, usual_masks, with_rows
+from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.trace import readable
 
 SMALL = 0.01
@@ -56,25 +57,29 @@ class Suggestion(dict[str, str]):
 
 
 def suggest(
-    model: nn.Module | Callable[[], nn.Module], example: Any, *, blocks: Sequence[str] | None = None
-) -> Suggestion:
+    model: nn.Module | Callable[[], nn.Module], example: Any, *, blocks: Sequence[str] | None = None,
+    loss: LossFunction | None = None,
+) -> Suggestion:  # fmt: skip
     """A tensor-parallel plan for `split`, `verify` and `trace`.
 
     model: the module, on any device, or a function that builds it. example: inputs of one forward pass, or a function
-    that makes them. blocks: as for `split`. Raises `UserError` for a module that cannot be traced.
+    that makes them; with a loss, its micro-batch. blocks: as for `split`. Raises `UserError` for a module that cannot
+    be traced.
     """
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"suggest takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
     rows, fake = max(2, row_count(example)), FakeTensorMode(allow_non_fake_inputs=True)
-    search = _Search(module, find_blocks(module, blocks))
     with readable(module, "give a plan of your own"), usual_masks(example):
+        with fake:
+            batch = with_rows(example, rows)
+        search = _Search(module, fake_order(module, fake, find_blocks(module, blocks), batch, loss), loss)
         while True:
             blank = fake_copy(module, fake).eval()
             flow = _Flow(blank, search)
             with fake, torch.no_grad():
-                flow.run(with_rows(example, rows))
+                flow.run(batch)
             if search.demoted(flow):
                 continue
             plan = search.suggestion(flow)
@@ -106,10 +111,11 @@ def why_not(module: nn.Module, plan: Mapping[str, str] | None, example: Any, tp:
 
 
 def _fake_runs(
-    blank: nn.Module, described: DescribedModule, layout: Layout, example: Any, fake: FakeTensorMode
-) -> None:
+    blank: nn.Module, described: DescribedModule, layout: Layout, example: Any, fake: FakeTensorMode,
+    loss: LossFunction | None = None,
+) -> None:  # fmt: skip
     with fake_ranks(layout.tp), usual_masks(example), fake:
-        fake_step(blank, described, layout, [with_rows(example, max(2, row_count(example)))], default_loss)
+        fake_step(blank, described, layout, [with_rows(example, max(2, row_count(example)))], loss or default_loss)
 
 
 def unsummed(module: nn.Module, plan: Mapping[str, str], example: Any) -> dict[str, str]:
@@ -151,6 +157,7 @@ class _Search:
 
     module: nn.Module
     blocks: Sequence[str]
+    loss: LossFunction | None = None
     gathered: dict[str, str] = field(default_factory=dict)
     """Map that exchanges its outputs or inputs -> why."""
     behind: set[str] = field(default_factory=set)
@@ -193,7 +200,7 @@ class _Search:
             child.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
             child.register_forward_hook(lambda *_: _left(stack))
         try:
-            _fake_runs(blank, described, layout, example, fake)
+            _fake_runs(blank, described, layout, example, fake, self.loss)
         except UserError:
             raise
         except Exception as error:
@@ -312,8 +319,12 @@ class _Flow(TorchDispatchMode):
 
     def run(self, example: Any) -> None:
         """One forward pass; what leaves it must be whole."""
+        loss = self.search.loss
+        self.module.register_forward_hook(lambda module, args, out: self._leaves(out))
         with self:
-            out = call(self.module, example)
+            call(self.module, example) if loss is None else loss(self.module, suited(self.module, example))
+
+    def _leaves(self, out: Any) -> None:
         for x in _pytree.tree_leaves(out):
             if isinstance(x, Tensor) and (state := self._get(x)).cut:
                 self._fail(state.origins, "every rank needs the module's whole output")

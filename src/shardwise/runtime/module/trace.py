@@ -32,11 +32,12 @@ from shardwise.model.traced_stages import Pair, TracedEnds
 from shardwise.runtime.fake_group import fake_ranks
 from shardwise.runtime.module.chain import Chain
 from shardwise.runtime.module.context import check_positions, check_tokens
-from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
+from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks
 from shardwise.runtime.module.fake_step import (
     MICRO_BATCHES,
     default_loss,
     fake_copy,
+    fake_order,
     fake_stages,
     fake_step,
 )
@@ -125,11 +126,11 @@ class _Tracer:
         rows = max(2, row_count(example))
         self.rows, self.seq = (rows, 2 * rows), row_length(example)
         self.blocks, self.blocks_named = find_blocks(module, blocks), list(blocks or ())
-        if loss is default_loss and self.blocks:
-            with readable(module), usual_masks(example):
-                blank = fake_copy(module, self.fake)
+        if self.blocks:
+            with usual_masks(example):
                 with self.fake:
-                    self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
+                    batch = with_rows(example, rows)
+                self.blocks = fake_order(module, self.fake, self.blocks, batch, loss)
         self.described = module, self.blocks
         """The module and its blocks that the blueprint has."""
         self.ordered = parts is not None

@@ -304,6 +304,11 @@ class Engine:
         """The plan's next use of weights; None at the end of a micro-batch."""
         return self._uses[self._at] if self._at < len(self._uses) else None
 
+    @property
+    def latest(self) -> Use | None:
+        """The plan's use of weights before `following`; None at the beginning of a micro-batch."""
+        return self._uses[self._at - 1] if self._at else None
+
     def to_come(self) -> Iterator[Use]:
         """The plan's next uses by blocks, of this forward pass, or of the whole backward pass."""
         for use in self._uses[self._at :]:
