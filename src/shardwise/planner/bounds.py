@@ -174,16 +174,16 @@ def places(model: Model, held: Sequence[int], schedule: str = "") -> list[int]:
         return list(range(len(held)))
     last = len(held) - 1
     changes = [rank for rank in range(1, last + 1) if held[rank] != held[rank - 1]]
-    found = {0, min(1, last), last} | {rank for rank in changes if held[rank] > held[rank - 1]}
+    fullest = {0, min(1, last), last} | {rank for rank in changes if held[rank] > held[rank - 1]}
     if schedule in ("", "zb-h1"):
-        found |= {near for rank in (*changes, last) for near in (rank - 1, rank) if near >= 0}
+        fullest |= {near for rank in (*changes, last) for near in (rank - 1, rank) if near >= 0}
     if model.experts and (dense := model.experts.dense_layers):
         # The first ones that have experts in all of their blocks, without chunks and with the smallest ones.
-        found |= {next((p for p in range(last) if sum(held[:p]) >= dense), last), min(dense, last)}
+        fullest |= {next((p for p in range(last) if sum(held[:p]) >= dense), last), min(dense, last)}
     if every := model.full_attention_every:  # stages have more or fewer blocks with windows by turns
         starts = (1, last - every, *changes, *(rank - every for rank in changes))
-        found |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
-    return sorted(found)
+        fullest |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
+    return sorted(fullest)
 
 
 def all_places(model: Model, frame: LayoutColumns) -> list[int]:

@@ -102,7 +102,7 @@ def price_all(
             of[0].pp,
             of[0].attention,
             of[0].cpkind,
-            *_choice(Homes, of[0]),
+            *(getattr(of[0], name) for name in Homes._fields),
         ),
         partial(_parts, model, workload, pricing, exact.settings if exact else USUAL),
     )
@@ -159,10 +159,6 @@ def _parts(
 
 _COLUMNS = ("micro_batches", "tp", "pp", "dp", "ep", "virtual", *BatchChoice._fields, *ZeroChoice._fields)
 """Fields of a split that may be arrays."""
-
-
-def _choice(kind: Any, layout: Layout, **effective: Any) -> Any:
-    return kind(**{name: getattr(layout, name) for name in kind._fields} | effective)
 
 
 def check_priced(layout: Layout, workload: Workload) -> None:

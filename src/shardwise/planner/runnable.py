@@ -69,10 +69,14 @@ def space_for(
         check_piped(fixed.get("pp", 1), model)
         features = TRACED if piped(model) else replace(TRACED, schedules=())
         profile = replace(profile, features=profile.features.common(features))
-    own = profile.name in OWN
-    none_runs = why_none_runs(model, fixed) if own else ""
+    here = profile.name in OWN
+    none_runs = why_none_runs(model, fixed) if here else ""
     profile = widened(profile) if none_runs else profile
-    if own and fixed.get("recompute") != "selective" and not (profile.attention == "scores" or model.attention_dropout):
+    if (
+        here
+        and fixed.get("recompute") != "selective"
+        and not (profile.attention == "scores" or model.attention_dropout)
+    ):
         # Beside a fused kernel it frees the log-sum-exp alone.
         kept = tuple(kind for kind in profile.features.recompute if kind != "selective")
         profile = replace(profile, features=replace(profile.features, recompute=kept))

@@ -352,36 +352,27 @@ class Space:
             several = pp > 1 and find(schedule).virtual > 1
             for virtual in range(2, (self.model.layers + BARE_ENDS) // pp + 1) if several else (1,):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
-                    every = (ScheduleChoice(schedule, virtual, ends) for ends in self._ends(pp, virtual))
-                    yield from (order for order in every if self._allows_stages(pp, order))
-
-    def _allows_stages(self, pp: int, order: ScheduleChoice) -> bool:
-        stages, wanted = weighed(self.model.layers, pp * order.virtual, order.ends), self.fixed.get("stages")
-        return wanted is None or wanted == stages or (wanted == () and order.ends == EVEN)
+                    for ends in self._ends(pp, virtual):
+                        stages = weighed(self.model.layers, pp * virtual, ends)
+                        if self.fixed.get("stages") in (None, stages, None if any(ends) else ()):
+                            yield ScheduleChoice(schedule, virtual, ends)
 
     def _ends(self, pp: int, virtual: int) -> Iterator[tuple[int, int]]:
         """Blocks that the embedding and the head may count as. Several chunks a rank are as large. Beside even
         stages those come that make the busiest rank lighter, or more chunks than even ones have."""
-        evenly = self._evenly(pp)
+        layers = self.model.layers
+        evenly = [v for v in divisors(max(1, layers // pp)) if v == 1 or layers % (pp * v) == 0]
         if virtual in evenly:
             yield EVEN
+        some = {(1, 1), *product((0, 1), range(ceil(self._head) + 1))} - {EVEN}
         lighter = {
-            ends: self._busiest(pp, virtual, ends) for ends in self._weights if self._may_count(pp, virtual, ends)
+            ends: self._busiest(pp, virtual, ends) for ends in sorted(some) if self._may_count(pp, virtual, ends)
         }
         if not lighter:
             return
         ends = min(lighter, key=lambda some: (lighter[some], some != (1, 1)))
         if lighter[ends] < LIGHTER * self._busiest(pp, 1, EVEN) or virtual > max(evenly):
             yield ends
-
-    @cached_property
-    def _weights(self) -> list[tuple[int, int]]:
-        return sorted({(1, 1), *product((0, 1), range(ceil(self._head) + 1))} - {EVEN})
-
-    def _evenly(self, pp: int) -> list[int]:
-        """Chunks a rank of even stages."""
-        layers = self.model.layers
-        return [v for v in divisors(max(1, layers // pp)) if v == 1 or layers % (pp * v) == 0]
 
     def _may_count(self, pp: int, virtual: int, ends: tuple[int, int]) -> bool:
         layers, stages = self.model.layers, pp * virtual

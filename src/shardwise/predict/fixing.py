@@ -45,7 +45,7 @@ def words_of(fixed: Mapping[str, Any]) -> str:
 def text_of(layout: Layout) -> str:
     """The searched keys of a layout, as `fixed_of` reads it."""
     degrees = {key: getattr(layout, key) for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
-    others = {"ep": layout.ep, "zero": layout.stage, "micro": layout.micro}
+    others: dict[str, Any] = {"ep": layout.ep, "zero": layout.stage, "micro": layout.micro}
     if layout.stage:
         others |= {name: getattr(layout, name) for name in goes_with("zero") if name in SEARCHED}
         others |= {"shard": layout.shard_ranks}

@@ -214,7 +214,7 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
             pricing: Pricing, tally: PartSeconds) -> tuple[Num, Num]:  # fmt: skip
     """Exposed collectives of a block over tp and cp, forward and backward: sums (Shoeybi et al. 2019), under
     sp scatters, with gathers that come again in backward (Korthikanti et al. 2022). Hidden ones have products beside
-    them, and last no longer: gradients of weights, or under `tensor_pipelined` those of their own pass."""
+    them, and last no longer: gradients of weights, or under `tensor_pipelined` those of their pass."""
     name = "tensor_piped" if engine.tensor_pipelined else "tensor_hidden" if engine.tensor_overlap else ""
     hidden = pricing.constants.value(name) if name else 0.0
     whole = recomputed(model, split)[0]

@@ -176,7 +176,7 @@ class PricedStep:
         fill = np.maximum(through * ratio - all_of_it, 0.0) * self.share
         table = self._table()
         if self.engine.gather_overlap and self.engine.grad_overlap:
-            # Beside what the blocks' own traffic leaves of their computation, and the head's.
+            # Beside what the blocks' traffic leaves of their computation, and the head's.
             gathers, reduce = self._of_block()
             beside = total(found.block, "host")
             left = layers * np.maximum(beside - gathers - reduce, 0.0) + tail * total(found.last, "host")

@@ -117,7 +117,7 @@ class PartRunner(Runner):
         """(block, forward pass) -> its offloaded tensors of this micro-batch, in the order of the forward passes."""
         self.weights.outside = True
         self._inside = False
-        """Whether the module's own forward pass is running."""
+        """Whether the module's forward pass is running."""
         self.evaluating = False
         """Whether a block was called since the last step, by a method or as a submodule."""
         self._entered = False
@@ -403,7 +403,7 @@ class PartRunner(Runner):
         return method
 
     def _root_computes(self, *_: Any) -> None:
-        """A module of the root is called, maybe past the module's own forward pass."""
+        """A module of the root is called, maybe past the module's forward pass."""
         if self.weights.outside and not self._inside:
             self._check_evaluates()
             self._enter()
@@ -417,7 +417,7 @@ class PartRunner(Runner):
             )
 
     def _enter(self, name: str = "") -> None:
-        """The root computes from here on, outside of the module's own forward pass. name: a block that runs, in another
+        """The root computes from here on, outside of the module's forward pass. name: a block that runs, in another
         pass where this one has had it."""
         use = self.engine.following
         if name and use and use.part != ROOT and not any(u.part == name for u in self.engine.to_come()):

@@ -124,15 +124,12 @@ class ModuleStages:
             return
         self._checked.add(path)
         for x in _pytree.tree_leaves([*args, *kwargs.values()][1:]):
-            if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(x, FakeTensor) and _is_nothing(x):
+            real = isinstance(x, Tensor) and x.is_floating_point() and not isinstance(x, FakeTensor) and x.numel()
+            if real and x.isnan().all():
                 raise UserError(
                     f"{path} takes a second tensor from a part before the blocks, which only the first stage has: "
                     "compute it inside of the blocks, or leave pp out"
                 )
-
-
-def _is_nothing(x: Tensor) -> bool:
-    return bool(x.numel()) and bool(x.isnan().all())
 
 
 def check_output(path: str, out: Any) -> None:

@@ -184,15 +184,15 @@ class StageLayers:
         Raises `UserError` with what would be right.
         """
         try:
-            found = runs_in(text)
+            counts = runs_in(text)
         except ValueError:
             raise UserError(f"stages={text}: give layers for each stage, such as 21/20/20/19 or 1/6x2/1") from None
-        if len(found) != stages:
-            raise UserError(f"stages={text}: give p x v = {stages} numbers of layers, not {len(found)}")
-        if layers is not None and sum(found) != layers:
+        if len(counts) != stages:
+            raise UserError(f"stages={text}: give p x v = {stages} numbers of layers, not {len(counts)}")
+        if layers is not None and (total := sum(counts)) != layers:
             example = cls.even(layers, stages)
-            raise UserError(f"stages={text}: the layers add up to {sum(found)}, not {layers}; such as stages={example}")
-        return cls(found)
+            raise UserError(f"stages={text}: the layers add up to {total}, not {layers}; such as stages={example}")
+        return cls(counts)
 
     def __str__(self) -> str:
         return runs_text(self.layers)
