@@ -353,8 +353,8 @@ class Space:
             for virtual in range(2, (self.model.layers + BARE_ENDS) // pp + 1) if several else (1,):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
                     for ends in self._ends(pp, virtual):
-                        stages = weighed(self.model.layers, pp * virtual, ends)
-                        if self.fixed.get("stages") in (None, stages, None if any(ends) else ()):
+                        stages, even = (weighed(self.model.layers, pp * virtual, some) for some in (ends, EVEN))
+                        if self.fixed.get("stages") in (None, stages, () if stages == even else None):
                             yield ScheduleChoice(schedule, virtual, ends)
 
     def _ends(self, pp: int, virtual: int) -> Iterator[tuple[int, int]]:
