@@ -28,7 +28,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile, attending
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.split import StepShape
-from shardwise.predict.time.step import PricedStep, bubble_share, training_step
+from shardwise.predict.time.step import PricedStep, bubble_share, narrow, training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
@@ -221,13 +221,15 @@ class Prices:
 
     def _split(self, frame: LayoutColumns) -> StepShape:
         homes = frame.homes.layout
+        # As of `layers_held`; one number where all orders have it, which keeps other arrays small.
+        most, last = np.array([(max(held[:-1], default=0), held[-1]) for held in frame.held]).T
         return StepShape(
             **{name: column for name, column in frame.columns.items() if name in _COLUMNS},
             seq=self.workload.seq,
             micro_batches=np.array(frame.counts)[:, None, None],
             tp=frame.tp,
             pp=frame.pp,
-            held=tuple(np.array([(max(held[:-1]), held[-1]) for held in frame.held]).T) if frame.pp > 1 else None,
+            held=(narrow(most), narrow(last)) if frame.pp > 1 else None,
             dp=frame.data // frame.columns["cp"],
             ep=frame.ep,
             offload=homes.offload_home,
