@@ -1,5 +1,6 @@
 """The space: every candidate is a legal layout, each there once, and none that the definition names is missing."""
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 
@@ -15,7 +16,7 @@ from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.flops import forward_flops_per_token
-from shardwise.planner import Space
+from shardwise.planner import Space, plan
 from shardwise.planner.ranking import SWITCHES, distinct, words
 from shardwise.planner.space import LayoutColumns, divisors, held_by
 from shardwise.predict.fixing import SCHEDULES, fixed_of
@@ -103,6 +104,15 @@ def every_layout(model, found: Space, tp, pp, cp, dp):
         closed = in_closed_form(schedule, virtual, pp, found.workload.micro_batches(layout))
         if closed and not found.features.missing(layout, model.layers):
             yield str(layout)
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [("8/9/9/7", "adds up to 33 layers, but llama-3-8b has 32"), ("9/9/9/5", "stages=8/8/8/8 or 8/9/9/6 (estimate")],
+)
+def test_stages_that_no_search_has(stages, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        plan("llama-3-8b", "8xH100", Workload(8192, 64), fix=f"pp=4,virtual=1,stages={stages}", explain=False)
 
 
 def busiest(stages: Sequence[int], pp: int, head: float) -> float:

@@ -114,7 +114,7 @@ class _Program:
         return all((entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before)
 
     def repeats(self, rank: int) -> bool:
-        """Whether a rank's messages since its last optimizer step are those that one of its steps before began with."""
+        """Whether one of a rank's steps before began with the messages since its last optimizer step."""
         tokens = [p.token for p in self.whole[rank] if p.call is None or p.call.op in MESSAGES]
         marks = [index for index, token in enumerate(tokens) if token == _STEP.token]
         here = tokens[marks[-1] :]

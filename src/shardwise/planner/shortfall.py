@@ -8,6 +8,7 @@ from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.options import runs_text
 from shardwise.planner.bounds import state_floor
 from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory, host_bound
 from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
@@ -121,6 +122,9 @@ def _freed(space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _other_values(key: str, frames: Iterable[LayoutColumns]) -> str:
+    if key == "stages":
+        cuts = sorted({runs_text(frame.stages(order)) for frame in frames for order in frame.orders if frame.pp > 1})
+        return f"choose one of {len(cuts)} cuts, such as stages={' or '.join(cuts[:3])} (estimate prices others)"
     if key not in ("tp", "pp", "ep"):
         return f"leave {key} free"
     values = sorted({getattr(frame, key) for frame in frames})

@@ -23,6 +23,7 @@ from shardwise.layout.legality import valid_ep
 from shardwise.layout.pipeline import splits_backward
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, blueprint
+from shardwise.options import runs_text
 from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
@@ -197,6 +198,8 @@ def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
         return (
             f"{model.name} was not traced with {words}; of cp and ep the trace has {known}: choose, or trace it again"
         )
+    if (stages := fixed.get("stages")) and sum(stages) != model.layers:
+        return f"stages={runs_text(stages)} adds up to {sum(stages)} layers, but {model.name} has {model.layers}"
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
     if model.lora and fixed.get("offload_params", "none") != "none":

@@ -6,6 +6,7 @@ of the buffers as they were before the first one, so that it computes the same v
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -69,11 +70,11 @@ class Recomputation:
                 module._buffers[leaf] = buffer
 
 
-class AttentionMode(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode, ABC):
     """What calls `scaled_dot_product_attention`, itself or by `nn.MultiheadAttention`, gets `attend`."""
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -63,7 +64,7 @@ class PartBoundary(torch.autograd.Function):
         return None, *grads
 
 
-class Runner:
+class Runner(ABC):
     """A module bound to its buffers, whose stages on this rank can be computed.
 
     weights: when the gradients of weights are computed. writing: modules whose gradients do not pass through autograd's
@@ -92,10 +93,11 @@ class Runner:
 
     def begin_backward(self, stage: int) -> None:
         """The backward pass of a stage is next. Here a no-op: autograd's hooks notice it."""
+        return
 
+    @abstractmethod
     def end_backward(self, stage: int) -> None:
         """The backward pass of a stage is over, weights included."""
-        raise NotImplementedError
 
     def finish_part(self, part: str) -> None:
         """The backward pass of a part is over."""
@@ -106,7 +108,7 @@ class Runner:
         return nullcontext()
 
 
-class StepWorker:
+class StepWorker(ABC):
     """The computation of one step's stages (`Worker` of the executor). batches: this rank's micro-batches."""
 
     tokens: float
@@ -123,20 +125,21 @@ class StepWorker:
         """(stage, micro-batch) -> (its input, where its backward starts, its loss)."""
         self._kept: dict[tuple[int, int], list[WeightGradient]] = {}
 
-    def buffer(self, way: str, stage: int, micro: int) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def buffer(self, way: str, stage: int, micro: int) -> Tensor: ...
 
+    @abstractmethod
     def compute(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         """The output of a stage, of the last one the summed loss. x: the output of the stage before, None of the
         first."""
-        raise NotImplementedError
 
     def release(self, stage: int, micro: int) -> None:
         """A stage's backward pass is over. Here a no-op."""
+        return
 
+    @abstractmethod
     def count_tokens(self) -> float:
         """Tokens of the step on all data ranks. Called after all passes: gradients are then of the mean over them."""
-        raise NotImplementedError
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         if x is not None:
