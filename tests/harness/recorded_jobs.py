@@ -27,6 +27,8 @@ def behind(rank: int, folder: Path) -> None:
     """Rank 2 does not enter the sum of 5 elements before all dumps are written: dump_rank_RANK and RANK.json."""
     recorder: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
     dist.all_reduce(torch.ones(100))
+    while b"completed" not in recorder._dump_fr_trace_json():  # a thread of its own writes it
+        time.sleep(0.01)
     work = dist.all_reduce(torch.ones(5), async_op=True) if rank != 2 else None
     (folder / "json").mkdir(exist_ok=True)
     (folder / "json" / f"dump_rank_{rank}.json").write_bytes(recorder._dump_fr_trace_json())

@@ -89,6 +89,19 @@ def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():
     assert parameters[3] == parameters[2] > 1.3 * parameters[1]
 
 
+@pytest.mark.parametrize("stages", ["2/2/2/2/2/2/2/2", "1/2/2/2/2/2/2/0", "2/2/2/2/2/2/2/1", "4/4/4/4", "3/4/4/3"])
+@pytest.mark.parametrize("dense", [1, 2, 3, 5])
+def test_the_fullest_rank_behind_them_depends_on_its_first_chunk(stages, dense):
+    """It is the first one that has experts in all of its blocks, where these outweigh the table of rank 0."""
+    counts = tuple(map(int, stages.split("/")))
+    experts = Experts(8, 8, 4096, dense_layers=dense)
+    model = ModelConfig("random", 1000, 1024, sum(counts), 16, 1024, 4096, experts=experts)
+    order = "interleaved,virtual=2" if len(counts) == 8 else "1f1b"
+    layout = Layout.parse(f"pp=4,stages={stages},schedule={order}")
+    totals = [predict_bytes(rank_plan(model, layout, Workload(1024, 8), place, "nccl")).total for place in range(4)]
+    assert totals.index(max(totals)) in places(model, held_by(counts, 4), layout.schedule)
+
+
 def test_capacity_is_what_tokens_choose():
     model = get("mixtral-8x7b")
     two, four = (held(model.replace(experts=Experts(8, active, 14336)), "dp=8,ep=8,zero=1")[0] for active in (2, 4))

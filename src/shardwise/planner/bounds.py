@@ -178,8 +178,8 @@ def places(model: Model, held: Sequence[int], schedule: str = "") -> list[int]:
     if schedule in ("", "zb-h1"):
         fullest |= {near for rank in (*changes, last) for near in (rank - 1, rank) if near >= 0}
     if model.experts and (dense := model.experts.dense_layers):
-        # The first ones that have experts in all of their blocks, without chunks and with the smallest ones.
-        fullest |= {next((p for p in range(last) if sum(held[:p]) >= dense), last), min(dense, last)}
+        # The first one that has experts in all of its blocks: it depends on how many are in its first chunk.
+        fullest |= {*range(next((p for p in range(last) if sum(held[:p]) >= dense), last), min(dense, last) + 1)}
     if every := model.full_attention_every:  # stages have more or fewer blocks with windows by turns
         starts = (1, last - every, *changes, *(rank - every for rank in changes))
         fullest |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
