@@ -136,12 +136,14 @@ def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
     ends = draw(st.sampled_from([EVEN, EVEN, (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)])) if pp > 1 else EVEN
     layers, experts, ep = 4 * pp - sum(ends), None, 1
     if draw(st.booleans()):
-        dense = draw(st.sampled_from([0, 0, 1, 3]))
-        experts = Experts(8, draw(st.integers(1, 8)), 1024, draw(st.integers(0, 1)), dense)
+        dense = draw(st.sampled_from([0, 0, 1, 3, 5]))
+        experts = Experts(8, draw(st.integers(1, 8)), 1024, draw(st.integers(0, 1)), min(dense, layers - 1))
         ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if (dp * cp * tp) % n == 0]))
+    window, every = draw(st.sampled_from([(0, 0), (0, 0), (256, 0), (256, 2), (256, 3)]))
     model = ModelConfig(
-        "random", 32000, 1024, layers, 16, 4096, 4096, kv_heads=draw(st.sampled_from([4, 16])), experts=experts
-    )
+        "random", 32000, 1024, layers, 16, 4096, 4096, kv_heads=draw(st.sampled_from([4, 16])), experts=experts,
+        window=window, full_attention_every=every,
+    )  # fmt: skip
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved"])) if pp > 1 else "1f1b"
     zero = draw(st.integers(0, 3))
     layout = Layout(
@@ -176,7 +178,7 @@ def test_experts_on_more_ranks_need_no_more_memory(case):
     one, more = (replace(layout, zero=0, shard=0, ep=ep, etp=1) for ep in (layout.ep, 2 * layout.ep))
     exact = ExactMemory(model, workload, Cluster.parse("8x8xH100"))
     few, many = (exact.total(each) for each in (one, more))
-    assert many < few
+    assert many < few or (many == few and model.experts.dense_layers > 1)  # of a rank without experts
 
 
 @settings(QUIET, max_examples=max(60, EXAMPLES // 5))

@@ -12,11 +12,12 @@ disguise: arithmetic is elementwise, and a comparison has one answer for all lan
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property, partial, reduce
-from itertools import product
+from functools import cache, cached_property, lru_cache, partial, reduce
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -164,32 +165,37 @@ _RowKey = tuple[int, int, Any]
 """tp, ep, and what of a row changes its memory."""
 
 
-def places(model: Model, held: Sequence[int], schedule: str = "") -> list[int]:
-    """The ranks of a pipeline that can be the fullest under a schedule, "" for any. held: blocks by rank.
+def places(model: Model, stages: Sequence[int], pp: int, schedule: str = "") -> list[int]:
+    """The ranks of a pipeline that can be the fullest under a schedule, "" for any. stages: blocks by stage.
 
-    Of ranks between the ends with as many blocks, the first holds most micro-batches; only zb-h1 delays gradients of
-    weights the longer, the later a rank is.
+    Of ranks between the ends with the same blocks in each chunk, the first holds most micro-batches; only zb-h1 delays
+    gradients of weights the longer, the later a rank is.
     """
     if isinstance(model, Blueprint):  # whose blocks may all differ
-        return list(range(len(held)))
-    last = len(held) - 1
-    changes = [rank for rank in range(1, last + 1) if held[rank] != held[rank - 1]]
-    fullest = {0, min(1, last), last} | {rank for rank in changes if held[rank] > held[rank - 1]}
-    if schedule in ("", "zb-h1"):
-        fullest |= {near for rank in (*changes, last) for near in (rank - 1, rank) if near >= 0}
-    if model.experts and (dense := model.experts.dense_layers):
-        # The first one that has experts in all of its blocks: it depends on how many are in its first chunk.
-        fullest |= {*range(next((p for p in range(last) if sum(held[:p]) >= dense), last), min(dense, last) + 1)}
-    if every := model.full_attention_every:  # stages have more or fewer blocks with windows by turns
-        starts = (1, last - every, *changes, *(rank - every for rank in changes))
-        fullest |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
+        return list(range(pp))
+    kinds = tuple(2 * model.has_experts(layer) + (model.layer_window(layer) > 0) for layer in range(sum(stages)))
+    return _fullest(kinds, tuple(stages), pp, schedule in ("", "zb-h1"))
+
+
+@lru_cache(maxsize=4096)
+def _fullest(kinds: tuple[int, ...], stages: tuple[int, ...], pp: int, delayed: bool) -> list[int]:
+    """As `places`. kinds: of each block."""
+    by_stage = [Counter(kinds[end - n : end]) for end, n in zip(accumulate(stages), stages, strict=True)]
+    between = {rank: [count[kind] for count in by_stage[rank::pp] for kind in range(4)] for rank in range(1, pp - 1)}
+    fullest = {0, pp - 1}
+    for ranks in ([*between], [*between][::-1])[: 1 + delayed]:
+        most = list[list[int]]()
+        for rank in ranks:
+            if not any(all(map(operator.le, between[rank], other)) for other in most):
+                most.append(between[rank])
+                fullest.add(rank)
     return sorted(fullest)
 
 
 def all_places(model: Model, frame: LayoutColumns) -> list[int]:
     """`places` of all orders of a frame."""
     schedule = "zb-h1" if any(order.schedule == "zb-h1" for order in frame.orders) else "1f1b"
-    return sorted({place for held in set(frame.held) for place in places(model, held, schedule)})
+    return sorted({place for order in frame.orders for place in places(model, frame.stages(order), frame.pp, schedule)})
 
 
 def state_floor(space: Space) -> float:

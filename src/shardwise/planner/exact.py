@@ -20,7 +20,7 @@ from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.planner.bounds import all_places, places
-from shardwise.planner.space import BatchChoice, LayoutColumns, held_by
+from shardwise.planner.space import BatchChoice, LayoutColumns
 from shardwise.predict.memory.engine_bytes import (
     EngineRank,
     MicroBatchNumbers,
@@ -110,7 +110,7 @@ class ExactMemory:
     def _places(self, layout: Layout) -> list[int]:
         if layout.pp == 1:
             return [0]
-        return places(self.model, held_by(stages(self.model, layout).layers, layout.pp), layout.schedule)
+        return places(self.model, stages(self.model, layout).layers, layout.pp, layout.schedule)
 
     def _under_engine(self, layout: Layout) -> FullestRank:
         memory = engine_memory(self.engine)

@@ -167,13 +167,14 @@ class PricedStep:
             + np.where(alone, found.first.get(name, 0.0), 0.0)
             for name in per_block
         }
-        busiest["host"] = self._host(busiest.pop("host"), busiest)
+        busiest["host"] = self._host(busiest.pop("host"), total(busiest), busiest["data"])
         tables = np.where(alone, 1 + (not model.tied), 1.0 * tail)
         busiest["gradients"] = busiest["gradients"] + of_table * tables
+        # All stages, one after another, are as long as their launches at least; what sends is launched in the wait.
         through = model.layers * one + loss + total(found.first, "host") + of_table
-        all_of_it = total(busiest)
-        ratio = all_of_it / (all_of_it - busiest["host"])
-        fill = np.maximum(through * ratio - all_of_it, 0.0) * self.share
+        calls = model.layers * per_block["host"] + found.last.get("host", 0.0) + found.first.get("host", 0.0)
+        waiting = self._host(calls, through, model.layers * per_block["data"])
+        fill = np.maximum(through + waiting - total(busiest), 0.0) * self.share
         table = self._table()
         if self.engine.gather_overlap and self.engine.grad_overlap:
             # Beside what the blocks' traffic leaves of their computation, and the head's.
@@ -210,16 +211,16 @@ class PricedStep:
         nearer = (sent.table_gather - sent.table_again) * (gathers - once)
         return sent.table_gather * gathers - nearer + sent.table_reduce
 
-    def _host(self, called: Num, parts: Parts) -> Num:
+    def _host(self, called: Num, busy: Num, data: Num) -> Num:
         """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
         start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core.
-        called: seconds of the host for the launches. parts: of the micro-batch, without these."""
-        split, engine, pricing, busy = self.split, self.engine, self.pricing, total(parts)
+        called: seconds of the host for the launches. busy: of the device, with data among them."""
+        split, engine, pricing = self.split, self.engine, self.pricing
         if engine.graphs and ("experts" in engine.captured or not self.model.experts):
             return 0.0 * busy
         hops = np.where(np.asarray(split.pp) > 1, engine.pipeline_launches, 0)
         waiting = _meeting(called + hops * pricing.constants.value("launch_s"), busy) - busy
-        return waiting + core_wait(split, pricing) * (busy - np.where(leaves_node(split, pricing), parts["data"], 0.0))
+        return waiting + core_wait(split, pricing) * (busy - np.where(leaves_node(split, pricing), data, 0.0))
 
     def _reduced(self, window: Num) -> Num:
         """Exposed seconds of gradients' reduction and parameters' gathering over the data ranks, but for stage 3's
