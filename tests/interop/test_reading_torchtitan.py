@@ -5,6 +5,8 @@ import pytest
 from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.interop import read
+from shardwise.interop.engines import torchtitan
+from shardwise.options import runs_text
 
 LLAMA_70B = table(__file__, "LLAMA_70B")
 
@@ -57,6 +59,30 @@ def test_stages_of_0_1_cut_the_local_batch(reading, more, micro):
     found = reading(old + more, 32)
     assert str(found.layout).startswith(f"dp=8,pp=4,zero=2,micro={micro}".replace(",micro=1", ""))
     assert ("4 of 2" in " ".join(found.facts)) == (not more) and "experimental" not in found.ignored
+
+
+@pytest.mark.parametrize(
+    ("more", "stages"),
+    [
+        ("", "20/21/20/19"),
+        ("--parallelism.pipeline_parallel_schedule Interleaved1F1B", "10/11/10/10/10/10/10/9"),
+        ("--parallelism.pipeline_parallel_layers_per_stage 21", "20/21/20/19"),
+        ("--parallelism.pipeline_parallel_last_stage_less_layers 5", "21/22/21/16"),
+        ("--parallelism.pipeline_parallel_first_stage_less_layers 0 "
+         "--parallelism.pipeline_parallel_last_stage_less_layers 0", ""),
+    ],
+)  # fmt: skip
+def test_the_ends_count_as_layers_of_their_stages(more, stages):
+    words = f"torchtitan --model.name llama3 --model.flavor 70B --parallelism.pipeline_parallel_degree 4 {more}"
+    assert runs_text(read([words], 4).layout.stages) == stages
+
+
+def test_lists_of_modules_are_stages():
+    names = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["norm", "output"]]
+    table = {"parallelism": {"pipeline_parallel_degree": 3, "module_fqns_per_model_part": names}}
+    assert torchtitan.read(table, 3).layout.stages == (1, 2, 0)
+    with pytest.raises(UserError, match="3 stages do not suit 2 ranks"):
+        torchtitan.read({"parallelism": {**table["parallelism"], "pipeline_parallel_degree": 2}}, 2)
 
 
 def test_tokens_are_those_of_one_pipeline_micro_batch():

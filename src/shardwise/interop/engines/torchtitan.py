@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import launched_ranks, parse
 from shardwise.interop.reading.engine_reader import read_as
-from shardwise.interop.reading.fields import renamed
+from shardwise.interop.reading.fields import ConfigFields, renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
 
@@ -33,12 +34,50 @@ def read(
         preset = "" if known else preset
         for section, table in (*(base or {}).items(), *known.items()):
             data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
-    table, cut = _by_new_names(data)
-    return read_as(spec(engine), table, ranks, preset=preset, cut=cut)
+    table, began, cut = _by_new_names(data)
+    return read_as(spec(engine), table, ranks, preset=preset, began=began, cut=cut)
 
 
-def _by_new_names(data: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A file of 0.1 by the names since 0.2, and whether its micro-batches are as many as its stages by default."""
+def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
+    """Stages as `generate_llm_fqn_per_model_part` cuts them, where the model is known: the ends count as layers, and
+    what is left over goes to the first stages. Raises `UserError` as it does."""
+    pp, ends = names["pp"], (names["first_stage"], names["last_stage"])
+    from shardwise.model.catalog import catalog
+
+    if pp == 1 or names["began"]:
+        return {}
+    if parts := names["parts"]:
+        counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
+        return _cut(pp, names["virtual"], counts)
+    if names["model"] not in catalog():
+        words = f"the embedding as {ends[0]} and the head as {ends[1]}"
+        fields.say("facts", f"torchtitan counts {words} of the layers: without the model, stages are taken as even")
+        return {}
+    layers, stages = catalog()[names["model"]].layers, pp * names["virtual"]
+    if each := names["layers_each"]:
+        stages = -(-(layers + sum(ends)) // each)
+    least, rest = divmod(layers + sum(ends), stages)
+    if least < max(1, *ends):
+        raise UserError(f"{stages} stages of {layers} layers: the ends count as {ends[0]} and {ends[1]} of them")
+    counts = [least + (i < rest) for i in range(stages)]
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    return _cut(pp, names["virtual"], counts)
+
+
+def _cut(pp: int, virtual: int, counts: list[int]) -> dict[str, Any]:
+    """Chunks and stages of a list. virtual: as the schedule has it, 1 for those of one stage a rank."""
+    from shardwise.schedule.pipeline.plan import StageLayers
+
+    if len(counts) % pp or (len(counts) // pp > 1) != (virtual > 1):
+        raise UserError(f"{len(counts)} stages do not suit {pp} ranks and the schedule: give it {pp * virtual}")
+    even = StageLayers.even(sum(counts), len(counts)).layers
+    return {"stages": () if tuple(counts) == even else tuple(counts), "virtual": len(counts) // pp}
+
+
+def _by_new_names(data: Mapping[str, Any]) -> tuple[dict[str, Any], bool, bool]:
+    """A file of 0.1 by the names since 0.2, whether it has a pipeline of 0.1, and whether its micro-batches are as many
+    as its stages by default."""
     table = renamed(data, spec("torchtitan").renamed)
     parallel = table.setdefault("parallelism", {})
     for name in ("training", "experimental"):
@@ -51,8 +90,8 @@ def _by_new_names(data: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     if isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict):
         cut = "num_pp_microbatches" not in parallel
         parallel.setdefault("num_pp_microbatches", began["pipeline_parallel_degree"])
-        return table, cut
-    return table, False
+        return table, True, cut
+    return table, False, False
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:

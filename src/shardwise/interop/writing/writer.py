@@ -29,6 +29,7 @@ from shardwise.layout.legality import check_served
 from shardwise.layout.modules import check_described, check_module_layout
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
+from shardwise.options import runs_text
 
 WRITERS: dict[str, EngineSpec] = {name: one for name, one in specs().items() if one.file}
 """Name -> engine that layouts are written for."""
@@ -66,7 +67,7 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     _check_limits(writer, request)
     version = f" {request.version}" if request.version else ""
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
-    forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
+    forced = [f"{key}={_value(request.layout, key)} in place of {_value(given, key)}: {writer.title} has no other"
               for key in DEFAULTS if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
     text, every = _text(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
     return EngineFile(
@@ -132,8 +133,13 @@ def refusals(writer: EngineSpec, model: Model) -> Callable[[Layout], str]:
 
 
 def _said(limit: Limit, layout: Layout) -> str:
-    value = getattr(layout, limit.key)
+    value = _value(layout, limit.key)
     return limit.key if value is True else f"{limit.key}={value}"
+
+
+def _value(layout: Layout, key: str) -> Any:
+    value = getattr(layout, key)
+    return runs_text(value) or "even" if isinstance(value, tuple) else value
 
 
 def _check_kind(writer: EngineSpec, request: WriteRequest) -> None:
