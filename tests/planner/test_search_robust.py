@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import isfinite
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from harness.frames import frame_of
@@ -157,6 +157,13 @@ def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
     return model, layout, Workload(1024, dp * layout.micro * pp * draw(st.sampled_from([1, 2, 4])))
 
 
+HOST_BOUND = (
+    ModelConfig("random", 32000, 1024, 7, 16, 4096, 4096, kv_heads=4, experts=Experts(8, 1, 1024)),
+    Layout(tp=2, pp=2, sp=True, stages=(4, 3)), Workload(1024, 2),
+)  # fmt: skip
+
+
+@example(HOST_BOUND, 0.5, "intra", "megatron-bridge")
 @settings(QUIET, max_examples=max(40, EXAMPLES // 10))
 @given(priced(), st.floats(0.02, 1), st.sampled_from(["intra", "inter"]), st.sampled_from(TRAINING))
 def test_a_slower_link_makes_nothing_faster(case, share, which, software):
