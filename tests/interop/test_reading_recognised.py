@@ -27,6 +27,19 @@ def test_what_cannot_be_read_is_one_line(config, engine, line):
         read(config, 8, engine)
 
 
+@pytest.mark.parametrize("words", ["swift infer --max_batch_size 4", "megatron export --tensor_model_parallel_size 2"])
+def test_every_command_of_ms_swift_is_known(words):
+    with pytest.raises(UserError, match="ms-swift's configuration"):
+        read([words], 8)
+
+
+def test_a_program_that_is_no_engines_is_in_doubt():
+    words = "{} --max_batch_size 16 --model m"
+    assert "foo is no program of TensorRT-LLM" in read([words.format("foo serve")], 8).unsettled[0]
+    named = read([words.format("foo serve")], 8, "tensorrt-llm"), read([words.format("trtllm-serve m")], 8)
+    assert not any("no program" in doubt for one in named for doubt in one.unsettled)
+
+
 @from_table
 def test_files_that_hold_no_table(tmp_path, name, text):
     path = tmp_path / name

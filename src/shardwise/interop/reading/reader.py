@@ -33,7 +33,16 @@ def read(
     reading = _read(*first, ranks, precision)
     also = [f"{len(others) + 1} commands start engines and this is the first; another: {_other(*one, ranks)}"
             for one in others]  # fmt: skip
+    if engine is None and (program := _stranger(first[1])):
+        also.append(f"{program} is no program of {reading.engine}, whose arguments these look like")
     return replace(reading, unsettled=(*also, *first[1].open, *reading.unsettled))
+
+
+def _stranger(source: ConfigInput) -> str:
+    """The program of a command that is neither an engine's nor a script; empty where there is none."""
+    words = source.words or [""]
+    known = program_of(words) != ("", 0) or words[0].endswith((".py", ".sh"))
+    return "" if known or not re.fullmatch(r"[a-z][\w./-]*", words[0]) else words[0]
 
 
 def _other(engine: str, source: ConfigInput, ranks: int | None) -> str:

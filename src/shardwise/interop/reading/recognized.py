@@ -73,7 +73,8 @@ def unknown(words: Iterable[str], engine: str) -> UserError:
 
     programs = (re.findall(r"[a-z][\w-]{2,}[a-z]", one.program) for one in engines().values())
     known = {"torchrun", *engines(), *chain(*programs), *chain(*(one.marks for one in engines().values()))}
-    near = [(word, found[0]) for word in words if word not in known and (found := nearest(word, known, cutoff=0.8))]
+    others = [word for word in words if word.lstrip("-").replace("-", "_") not in known]
+    near = [(word, found[0]) for word in others if (found := nearest(word, known, cutoff=0.8))]
     word, name = max(near, key=lambda pair: SequenceMatcher(None, *pair).ratio(), default=("", ""))
     hint = f"{word}: did you mean {name}? Else say" if word else "say"
     return UserError(f"no engine is recognized in this; {hint} which with --engine: {', '.join(engines())}")
