@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.errors import UserError
 from shardwise.interop import read
+from shardwise.interop.engines import transformers
 
 SIZES = {"tp_size": 2, "fsdp_size": 4, "dp_replicate_size": 2, "fsdp_mixed_precision": True}
 ARGUMENTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
@@ -44,3 +45,11 @@ def test_sizes_that_are_not_the_ranks(reading):
 def test_a_configuration_that_trl_has_not_is_an_error_with_the_nearest():
     with pytest.raises(UserError, match="accelerate_config zero4 is no file; did you mean zero3"):
         read(["trl sft --accelerate_config zero4 --model_name_or_path x --dataset_name y"])
+
+
+def test_a_dialects_keys_are_named_as_they_are_written():
+    table = {"base_model": "m", "sequence_len": 64, "micro_batch_size": "x", "datasets": []}
+    with pytest.raises(UserError, match="^micro_batch_size must be an integer"):
+        transformers.read(table, 8, {}.__getitem__, "axolotl")
+    found = transformers.read({**table, "micro_batch_size": 2, "gptq_groupsize": 2}, 8, {}.__getitem__, "axolotl")
+    assert "gptq_groupsize" in found.unknown

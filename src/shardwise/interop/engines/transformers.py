@@ -21,11 +21,18 @@ _ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_
 def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, engine: str = "transformers") -> Reading:
     """Layout of the tables. other: reads the files that they name. engine: transformers, or a dialect. Raises
     `UserError` for sizes that do not multiply to the number of processes."""
+    written = {new: old for old, new in spec(engine).renamed.items() if old in data}
+    prefix = f"{_TABLES[1]}." if _TABLES[1] not in data else ""
+
+    def shown(key: str) -> str:
+        key = key.removeprefix(prefix)
+        return written.get(key, key)
+
     data = trainer(data, engine)
     if _TABLES[1] not in data:
         arguments = {key: value for key, value in data.items() if key not in _TABLES}
         data = {key: data[key] for key in _TABLES if key in data} | {_TABLES[1]: arguments}
-    return read_as(spec(engine), data, ranks, other=other, title=spec(engine).title)
+    return read_as(spec(engine), data, ranks, shown=shown, other=other, title=spec(engine).title)
 
 
 def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:

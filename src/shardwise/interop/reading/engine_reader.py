@@ -1,6 +1,6 @@
 """The driver of all readers: a configuration as the rows of an engine's file say it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,10 @@ from shardwise.layout import Layout
 _SAID = ("seq", "batch", "optimizer", "model", "described", "recomputed", "narrow_state")
 
 
-def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **context: Any) -> Reading:
-    """What a configuration says. context: names for the engine's own functions.
+def read_as(
+    spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, *, shown: Callable[[str], str] = str, **context: Any
+) -> Reading:
+    """What a configuration says. shown: how its user wrote a key. context: names for the engine's own functions.
 
     Raises `UserError` where nothing says how many processes there are, where there are fewer than the degrees need, and
     for values that the engine rejects.
@@ -25,7 +27,7 @@ def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **cont
     if spec.needs_ranks and ranks is None:
         raise UserError(spec.needs_ranks)
     data = {spec.plain_name(key): value for key, value in renamed(data, spec.renamed).items()}
-    fields = ConfigFields(data, spec.known(), shown=dashed if spec.flags else str)
+    fields = ConfigFields(data, spec.known(), shown=dashed if spec.flags else shown)
     names = values_of(spec, fields, ranks=ranks, **context)
     said = {key: names[key] for key in _SAID if names.get(key)}
     title = names.get("title", spec.title)

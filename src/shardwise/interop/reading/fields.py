@@ -34,8 +34,8 @@ KINDS = ("facts", "notes", "doubts", "unpriced")
 
 
 class ConfigFields:
-    """One table. harmless: keys that change no layout and no memory. where: the table's name in messages. shown: how a
-    key is written."""
+    """One table. harmless: keys that change no layout and no memory. where: the names of the tables that it
+    is in. shown: how a key with these is written."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ConfigFields:
 
     def name(self, key: str) -> str:
         """A key as its user wrote it."""
-        return f"{self._where}{self._shown(key)}"
+        return self._shown(f"{self._where}{key}")
 
     def given(self, key: str) -> bool:
         """Whether there is a value; an empty one and "auto" are none."""
@@ -143,7 +143,7 @@ class ConfigFields:
         value = self._table.get(key) if self.given(key) else {}
         if not isinstance(value, Mapping):
             raise UserError(f"{self.name(key)} must be a table, not {_told(value)}")
-        inner = ConfigFields(value, harmless, f"{self.name(key)}.")
+        inner = ConfigFields(value, harmless, f"{self._where}{key}.", self._shown)
         self.join(inner)
         return inner
 
@@ -205,7 +205,7 @@ class ConfigFields:
                         goal.append(f"{self.name(key)}.{one}")
             else:
                 near = nearest(key, self._taken | self._harmless.keys, cutoff=0.75)
-                meant = f" (did you mean {self._shown(near[0])}?)" if near else ""
+                meant = f" (did you mean {self.name(near[0]).removeprefix(self._where)}?)" if near else ""
                 unknown.append(f"{self.name(key)}{meant}")
                 # A name that is almost an option's is a mistyped one.
                 if telling or nearest(key, self._taken, cutoff=0.85):
