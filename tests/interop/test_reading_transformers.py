@@ -49,7 +49,7 @@ def test_a_configuration_that_trl_has_not_is_an_error_with_the_nearest():
 
 def test_a_dialects_keys_are_named_as_they_are_written():
     table = {"base_model": "m", "sequence_len": 64, "micro_batch_size": "x", "datasets": []}
-    with pytest.raises(UserError, match="^micro_batch_size must be an integer"):
+    with pytest.raises(UserError, match=r"^micro_batch_size must be an integer"):
         transformers.read(table, 8, {}.__getitem__, "axolotl")
     found = transformers.read({**table, "micro_batch_size": 2, "gptq_groupsize": 2}, 8, {}.__getitem__, "axolotl")
     assert "gptq_groupsize" in found.unknown
