@@ -78,6 +78,22 @@ def test_an_open_quote_is_one_line():
         split('--name "open')
 
 
+FOLDERS = ["`pwd`", "$(pwd)", "${PWD}", "$(dirname $0)", '"$(dirname "$(realpath "$0")")"', "${0%/*}", "$UNSET",
+           '$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd )']  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_in_the_folder_of_a_script(tmp_path, folder):
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}')
+    script = tmp_path / "run.sh"
+    for text in (
+        "deepspeed --num_gpus 4 main.py --deepspeed {0}",
+        "D={0}\ndeepspeed --num_gpus 4 main.py --deepspeed $D",
+    ):
+        script.write_text(text.format(f"{folder}/ds.json"))
+        assert read([str(script)]).layout.stage == 2
+
+
 @pytest.mark.parametrize("name", ["env.sh", "./env.sh", '"$(dirname "$0")/env.sh"', "${HERE}/env.sh", "more/env.sh"])
 @pytest.mark.parametrize("word", ["source", "."])
 def test_files_that_a_script_sources(tmp_path, word, name):

@@ -23,6 +23,18 @@ _WHOLE = re.compile(r'(")?\$\{?(\w+)(?:\[[@*]\])?\}?(?(1)")')
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*0]\])?(?::?([-=+?])([^{}]*))?\})")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_SCRIPT = r"[\"']*\$(?:0|\{0\}|\{?BASH_SOURCE(?:\[0\])?\}?)[\"']*"
+_PWD = r"pwd(?: -\w)?"
+_FOLDERS = [
+    (re.compile(pattern), goal)
+    for pattern, goal in (
+        (rf"\$\( *(?:realpath|readlink -f) (?:-- )?({_SCRIPT}|[\"']?[^\s\"'$()]+[\"']?) *\)", r"\1"),
+        (rf"\$\({_PWD}\)|`{_PWD}`|\$PWD\b|\$\{{PWD\}}|\$\{{0%/\*\}}", "."),
+        (rf"\$\( *dirname (?:-- )?{_SCRIPT} *\)|`dirname (?:-- )?{_SCRIPT}`", "."),
+        (rf"\$\( *cd (?:-- )?[\"']?([^\s\"'$()&;]+)[\"']?(?: *&?>[^&;]*(?:2>&1)?)? *(?:&&|;) *{_PWD} *\)", r"\1"),
+    )
+]
+"""How scripts write their own folder, which is taken for the one that they are started in, and what stands for it."""
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPENS = ("if", "case", "for", "while", "until", "select")
 _CLOSES = ("fi", "esac", "done")
@@ -50,6 +62,8 @@ def commands(text: str, inside: int = 0, sourced: Callable[[str], str] = lambda 
     last one. inside: shells around this one. sourced: text of a file that it sources, empty where there is none. Raises
     `UserError` for quotes that are not closed."""
     shell = _Shell()
+    for pattern, goal in _FOLDERS:
+        text = pattern.sub(goal, text)
     found = list(_run(shell, text, sourced))
     started = [one for command in found if not command.words[0].startswith("-") for one in _inner(command, inside)]
     options = [word for command in found if command.words[0].startswith("-") for word in command.words]

@@ -54,7 +54,8 @@ class ConfigInput:
         """Table of a file that this names. Raises `UserError` where it cannot be read."""
         # Such a path is the user's folder's, which is often above the file's.
         folders = (self.folder, *self.folder.absolute().parents)
-        return table_of(next((one / name for one in folders if _is_file(one / name)), self.folder / name))
+        paths = (path for folder in folders for path in _meant(folder, name))
+        return table_of(next(filter(_is_file, paths), self.folder / name))
 
 
 def sources(config: Sequence[str]) -> list[ConfigInput]:
@@ -103,13 +104,16 @@ def _by_program(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _sourced(folder: Path, name: str) -> str:
-    """Text of a file that a script in `folder` sources; empty where it is not there. A folder in a variable that
-    nothing sets, such as $(dirname $0), is taken to be the script's."""
+def _meant(folder: Path, name: str) -> list[Path]:
+    """What a name in a script in `folder` may be: a folder in a variable that nothing sets is taken to be that one."""
     parts = name.split("/")
     first = 1 if name.startswith(("$", "`")) else 0
-    paths = [folder / "/".join(parts[start:]) for start in range(first, len(parts) if first else 1)]
-    return next((_text(path) for path in paths if _is_file(path)), "")
+    return [folder / "/".join(parts[start:]) for start in range(first, len(parts) if first else 1)]
+
+
+def _sourced(folder: Path, name: str) -> str:
+    """Text of a file that a script in `folder` sources; empty where it is not there."""
+    return next((_text(path) for path in _meant(folder, name) if _is_file(path)), "")
 
 
 def _is_file(path: Path) -> bool:
