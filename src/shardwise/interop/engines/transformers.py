@@ -15,6 +15,11 @@ _TABLES = ("distributed_config", "training_arguments")
 _NODE = 8
 DIALECTS = ("axolotl", "llamafactory", "trl")
 """Engines whose files are the Trainer's arguments with other defaults."""
+_BY_TRAINER: dict[str, Any] = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    **dict.fromkeys(("bf16", "fp16"), {"enabled": "auto"}),
+}
+"""What programs fill in that write DeepSpeed's table themselves."""
 _ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
 
 
@@ -50,14 +55,20 @@ def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     """Degrees, batch and adapters, or the reading of DeepSpeed's file. Raises `UserError` as `read`."""
-    for sentence in adapters(fields.within(_TABLES[1], spec("transformers").known)):
+    arguments = fields.within(_TABLES[1], spec("transformers").known)
+    for sentence in adapters(arguments):
         fields.say("unpriced", sentence)
-    if names["deepspeed"] is True:
-        fields.say("doubts", "--deepspeed names no file: its stage is the program's: counted as plain data parallel")
-    elif names["deepspeed"]:
+    if named := names["deepspeed"]:
         if names["fsdp"] or names["fsdp_config"]:
             raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
-        named = names["deepspeed"]
+        if named is True:
+            stage = arguments.integer("zero_stage", least=0)
+            counted = f"--zero_stage {stage}" if arguments.given("zero_stage") else "plain data parallel"
+            kind = next((kind for kind in ("bf16", "fp16") if names[kind] is True), "fp32")
+            fields.say(
+                "doubts", f"--deepspeed names no file: its stage is the program's: counted as {counted} in {kind}"
+            )
+            named = {"zero_optimization": {"stage": stage}, **_BY_TRAINER}
         file = named if isinstance(named, Mapping) else names["other"](str(named))
         said = {key: names[key] for key in ("bf16", "fp16", "micro", "steps", "clip")}
         cut = {"sequence_parallel_size": names["cp"]} if names["cp"] > 1 else {}

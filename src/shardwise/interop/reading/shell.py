@@ -239,6 +239,8 @@ class _Shell:
         others = [other for number, other in enumerate(others) if other != value and other not in others[:number]]
         if not others:
             return value
+        if value and re.fullmatch(r"\$\{?\d\}?", value[0]):  # an argument that a branch may replace
+            value = None
         said = " or ".join(" ".join(other) or '""' for other in others)
         if value is None and len(others) == 1:
             self.open.append(f"{name}={said} is set in a branch, which is taken to run")
