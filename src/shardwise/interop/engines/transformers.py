@@ -17,7 +17,7 @@ DIALECTS = ("axolotl", "llamafactory", "trl")
 """Engines whose files are the Trainer's arguments with other defaults."""
 _BY_TRAINER: dict[str, Any] = {
     **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
-    **dict.fromkeys(("bf16", "fp16"), {"enabled": "auto"}),
+    **{key: {"enabled": "auto"} for key in ("bf16", "fp16")},
 }
 """What programs fill in that write DeepSpeed's table themselves."""
 _ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
