@@ -109,3 +109,13 @@ def test_a_yaml_that_builds_objects_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("distributed_type: !!python/object/apply:os.getcwd []")
     with pytest.raises(UserError, match="not valid YAML"):
         read([str(tmp_path / "a.yaml")])
+
+
+def test_a_launch_without_a_file_takes_all_gpus():
+    words = "accelerate launch train.py --per_device_train_batch_size 2 --learning_rate 1e-5 --output_dir out"
+    found = read([words], 8)
+    assert str(found.layout) == "dp=8,micro=2,precision=fp32" and "accelerate's own file" in found.unsettled[-1]
+    assert read([words.replace("launch", "launch --use_fsdp --num_processes 4")]).layout.stage == 3
+    assert read([f"{words} --bf16"], 8).layout.precision == "bf16"
+    with pytest.raises(UserError, match="give it in the file, or --ranks N"):
+        read([words])

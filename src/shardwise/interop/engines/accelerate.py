@@ -30,10 +30,13 @@ def read(
     """Layout of a file. other: reads the DeepSpeed file that it may name. trainer: arguments of the program, by
     transformers' names. Raises `UserError` where the number of processes is missing, and where sizes do not multiply to
     it."""
-    reading = read_as(spec(engine), data, ranks, other=other, trainer=trainer or {})
+    fields = ConfigFields(trainer or {})
+    # TrainingArguments write theirs over accelerate's.
+    mixed = [{"mixed_precision": kind} for kind in ("bf16", "fp16") if fields.flag(kind)]
+    reading = read_as(spec(engine), {**data, **(mixed or [{}])[0]}, ranks, other=other, trainer=trainer or {})
     if not trainer:
         return reading
-    fields, micro, batch = ConfigFields(trainer), reading.layout.micro, reading.batch
+    micro, batch = reading.layout.micro, reading.batch
     if micro_given := fields.integer("per_device_train_batch_size"):
         micro, batch = micro_given, micro_given * fields.integer("gradient_accumulation_steps", 1) * reading.layout.dp
     recompute = "full" if fields.flag("gradient_checkpointing") else reading.layout.recompute

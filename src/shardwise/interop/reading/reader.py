@@ -100,9 +100,9 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
         data = _table(engine, source, words)
         if engine == "accelerate":
             named = head.pop("config_file", None)
-            if not (named or head):
-                raise UserError("accelerate is read from its configuration file, or from accelerate launch's flags")
-            settings = accelerate.merged(source.file(named) if isinstance(named, str) else {}, head)
+            # A launch without a file takes all GPUs of its machine.
+            table = source.file(named) if isinstance(named, str) else {"distributed_type": "MULTI_GPU"}
+            settings = accelerate.merged(table, head)
             arguments = _table("transformers", source, words)
             dialects = (program_of(source.words)[0], engine_of(names(arguments)))
             dialect = next((one for one in dialects if one in transformers.DIALECTS), "transformers")
