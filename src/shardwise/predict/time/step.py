@@ -62,7 +62,7 @@ def training_step(model: Model, split: StepShape, engine: EngineProfile, pricing
     """Seconds of one steady training step. Sources: docs/prediction.md names the formulas of each part. Raises
     `UserError` for a schedule that is none of `SCHEDULES`."""
     found = pieces(model, split, engine, pricing)
-    share = bubble_share(split.schedule, split.pp, split.micro_batches, split.virtual, found)
+    share = bubble_share(split.schedule, split.virtual, found)
     step = PricedStep(model, split, engine, pricing, found, traffic(model, split, engine, pricing), share)
     away = step.offload(parts := step.on_device())
     device = sum(parts.values())
@@ -159,7 +159,12 @@ class PricedStep:
         per_block[summed] = per_block[summed] + self.sent.partial * sums
         one, loss = total(per_block, "host"), total(found.last, "host") + of_table
         alone = np.asarray(split.pp) == 1
-        tail = (with_head * one + loss >= most * one) | alone
+
+        def stage(blocks: Num, ends: Num, calls: Num) -> Num:
+            busy = blocks * one + ends
+            return busy + self._host(blocks * per_block["host"] + calls, busy, blocks * per_block["data"])
+
+        tail = (stage(with_head, loss, found.last.get("host", 0.0)) >= stage(most, 0.0, 0.0)) | alone
         layers = np.where(tail, with_head, most)
         busiest: dict[str, Num] = {
             name: layers * per_block[name]
@@ -171,16 +176,16 @@ class PricedStep:
         tables = np.where(alone, 1 + (not model.tied), 1.0 * tail)
         busiest["gradients"] = busiest["gradients"] + of_table * tables
         # All stages, one after another, are as long as their launches at least; what sends is launched in the wait.
-        through = model.layers * one + loss + total(found.first, "host") + of_table
-        calls = model.layers * per_block["host"] + found.last.get("host", 0.0) + found.first.get("host", 0.0)
-        waiting = self._host(calls, through, model.layers * per_block["data"])
-        fill = np.maximum(through + waiting - total(busiest), 0.0) * self.share
+        calls = found.last.get("host", 0.0) + found.first.get("host", 0.0)
+        through = stage(model.layers, loss + total(found.first, "host") + of_table, calls)
+        fill = np.maximum(through - total(busiest), 0.0) * self.share
         table = self._table()
         if self.engine.gather_overlap and self.engine.grad_overlap:
-            # Beside what the blocks' traffic leaves of their computation, and the head's.
+            # Beside what the blocks' traffic leaves of their computation, the head's, and waiting for the host.
             gathers, reduce = self._of_block()
             beside = total(found.block, "host")
             left = layers * np.maximum(beside - gathers - reduce, 0.0) + tail * total(found.last, "host")
+            left = left + busiest["host"]
             busiest["data"] = busiest["data"] + np.maximum(table * np.where(alone, tables, 1.0) - left, 0.0)
             return busiest, np.where(alone, 0.0, fill)
         busiest["data"] = busiest["data"] + table * tables
@@ -304,25 +309,20 @@ def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weight
     return np.maximum(sends * hop - busy, trip)
 
 
-def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> Num:
+def bubble_share(schedule: str, virtual: Num, found: Pieces) -> Num:
     """The bubble of a schedule over that of 1F1B with stages that take as long, from the closed forms of both.
 
-    Where a schedule that puts off weights' gradients has too few micro-batches or too long gradients for its closed
-    form, it counts as 1F1B, which is no shorter. Raises `UserError` for a schedule that is none of `SCHEDULES`.
+    Raises `UserError` for a schedule that is none of `SCHEDULES`.
     """
     if schedule not in SCHEDULES:
         raise UserError(f"the time of schedule={schedule} has no closed form; there is one for {', '.join(SCHEDULES)}")
     # With one chunk a rank, interleaved is 1F1B; published rows say 1F1B for both.
     form = FORMS["interleaved" if schedule == "1f1b" else schedule]
     rest = total(found.block, "host") - found.forward - found.weights
-    arrays: Any = virtual, found.forward, rest, found.weights  # closed forms take them as they take numbers
-    case = PipelineShape(2, 2, *arrays)
-    share = form.bubble(case) / FORMS["1f1b"].bubble(case)
-    if schedule != "zb-h1":
-        return share
-    exact = np.frompyfunc(lambda p, m, *seconds: form.exact(PipelineShape(p, m, 1, *seconds)), 5, 1)
-    holds = np.asarray(exact(p, m, found.forward, rest, found.weights), dtype=bool)
-    return np.where(holds, share, 1.0)
+    # Each pass is as long as its launches at least; closed forms take arrays as they take numbers.
+    passes: Any = (np.maximum(each, found.block["host"] / 3) for each in (found.forward, rest, found.weights))
+    case = PipelineShape(2, 2, virtual, *passes)
+    return form.bubble(case) / FORMS["1f1b"].bubble(case)
 
 
 def narrow(array: Num) -> Num:
