@@ -230,6 +230,7 @@ class Prices:
             tp=frame.tp,
             pp=frame.pp,
             held=(narrow(most), narrow(last)) if frame.pp > 1 else None,
+            schedule=np.array([order.schedule for order in frame.orders]),
             dp=frame.data // frame.columns["cp"],
             ep=frame.ep,
             offload=homes.offload_home,

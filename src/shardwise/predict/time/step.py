@@ -299,14 +299,14 @@ def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weight
     hop: of one message. busy: of a micro-batch on the busiest stage; forward, weights: its forward pass, and its
     gradients of weights. near: whether one of a rank's two neighbors is in its node.
     """
-    p, virtual = np.asarray(split.pp), np.asarray(split.virtual)
-    if split.schedule == "gpipe":  # all forward messages, and then all backward ones
-        return np.maximum(hop - forward, 0.0) + np.maximum(hop - (busy - forward), 0.0)
+    p, virtual, schedule = map(np.asarray, (split.pp, split.virtual, split.schedule))
+    # Under gpipe all forward messages, and then all backward ones.
+    apart = np.maximum(hop - forward, 0.0) + np.maximum(hop - (busy - forward), 0.0)
     # Two ranks alone have one neighbor, and no message around the end of a chunk.
     sends = np.where((p > 2) & near, virtual, 2 * virtual - (p == 2))
-    spare = weights if split.schedule == "zb-h1" else 0.0
+    spare = np.where(schedule == "zb-h1", weights, 0.0)
     trip = np.where(virtual == 1, np.maximum(2 * hop - spare, 0.0) * (p - 1) / p, 0.0)
-    return np.maximum(sends * hop - busy, trip)
+    return np.where(schedule == "gpipe", apart, np.maximum(sends * hop - busy, trip))
 
 
 def bubble_share(schedule: str, virtual: Num, found: Pieces) -> Num:
