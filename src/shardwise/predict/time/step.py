@@ -118,10 +118,9 @@ class PricedStep:
         layers, _ = split.layers_held(self.model.layers)
         forward, weights = layers * self.found.forward, layers * self.found.weights
         near = split.stage_ranks < self.pricing.collectives.per_node
-        steady = 2 * split.virtual * sent.hop
+        hops = 2 * sent.hop * (split.micro_batches * split.virtual + split.pp - 1)
         if engine.pipeline_overlap:
-            steady = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
-        hops = split.micro_batches * steady + 2 * sent.hop * (split.pp - 1)  # and those of the fill
+            hops = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
         parts["pipeline"] = np.where(np.asarray(split.pp) > 1, hops, 0.0)
         # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp
         # micro-batches.
@@ -290,23 +289,28 @@ class PricedStep:
 
 
 def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weights: Num, near: Any) -> Num:
-    """Seconds per micro-batch for which a stage waits for messages that go on beside computation.
+    """Seconds of a step for which a stage waits for messages that go on beside computation, filling included.
 
-    A rank sends no faster than its link does: forward and backward, once per chunk. And under 1F1B the stage that is i
-    before the last has i + 1 micro-batches under way, whose round trip has 2i messages in it: per micro-batch of the
-    first stage 2 (p - 1) / p, or less where gradients of weights are computed meanwhile (zb-h1). Chunks hide this.
+    A rank sends no faster than its link does: forward and backward, once per chunk. Under 1F1B the stage that is i
+    before the last has i + 1 micro-batches under way, whose round trip has 2i messages in it: p micro-batches of the
+    first stage wait for 2 (p - 1), or less where gradients of weights are computed meanwhile (zb-h1). Chunks hide that
+    but for the first round and the last: messages of all chunks, and later what outlasts the shorter pass of a chunk.
 
     hop: of one message. busy: of a micro-batch on the busiest stage; forward, weights: its forward pass, and its
     gradients of weights. near: whether one of a rank's two neighbors is in its node.
     """
-    p, virtual, schedule = map(np.asarray, (split.pp, split.virtual, split.schedule))
+    p, m, virtual, schedule = map(np.asarray, (split.pp, split.micro_batches, split.virtual, split.schedule))
+    backward = busy - forward
     # Under gpipe all forward messages, and then all backward ones.
-    apart = np.maximum(hop - forward, 0.0) + np.maximum(hop - (busy - forward), 0.0)
+    apart = np.maximum(hop - forward, 0.0) + np.maximum(hop - backward, 0.0)
     # Two ranks alone have one neighbor, and no message around the end of a chunk.
     sends = np.where((p > 2) & near, virtual, 2 * virtual - (p == 2))
-    spare = np.where(schedule == "zb-h1", weights, 0.0)
-    trip = np.where(virtual == 1, np.maximum(2 * hop - spare, 0.0) * (p - 1) / p, 0.0)
-    return np.where(schedule == "gpipe", apart, np.maximum(sends * hop - busy, trip))
+    least = 2 * hop * (p - 1) + (m - 1) * np.where(schedule == "gpipe", apart, sends * hop - busy)
+    spare, trips = np.where(schedule == "zb-h1", weights, 0.0), (p - 1) * m / p - p
+    waits = 4 * hop * (p - 1) + trips * np.where(trips > 0, np.maximum(2 * hop - spare, 0.0), 2 * hop)
+    longer = np.maximum(hop - np.minimum(forward, backward) / virtual, 0.0)
+    rounds = 2 * hop * (p * virtual - 1) + (virtual - 1) * np.maximum(m - p, 0) * longer
+    return np.where(schedule == "gpipe", least, np.maximum(least, np.where(virtual > 1, rounds, waits)))
 
 
 def bubble_share(schedule: str, virtual: Num, found: Pieces) -> Num:
