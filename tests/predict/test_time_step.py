@@ -237,18 +237,18 @@ def test_a_candidate_costs_the_same_alone_in_a_column_and_by_estimate(name):
     rows = [BatchChoice(1, sp, recompute, micro) for sp in (False, True) for recompute in RECOMPUTE for micro in (1, 2)]
     frame = LayoutColumns(
         2, 2, 2, "sdpa", 16, LLAMA.layers, tuple(rows), (ZeroChoice(1, 2), ZeroChoice(2, 2)),
-        (ScheduleChoice("1f1b", 1),),
+        tuple(ScheduleChoice(schedule, 1 + (schedule == "interleaved")) for schedule in SCHEDULES),
     )  # fmt: skip
     pricing = Pricing(cluster)
     column = np.broadcast_to(Prices(LLAMA, workload, "sdpa", pricing, [frame]).seconds(frame, software), frame.shape)
-    chosen = [(r, s) for r in range(len(rows)) for s in range(2)]
-    layouts = [frame.layout(rows[r], frame.shardings[s], frame.orders[0]) for r, s in chosen]
+    chosen = [(r, s, (r + s) % len(frame.orders)) for r in range(len(rows)) for s in range(2)]
+    layouts = [frame.layout(rows[r], frame.shardings[s], frame.orders[o]) for r, s, o in chosen]
     together = price_all(LLAMA, [(layout, software) for layout in layouts], workload, pricing)
-    for (r, s), layout, among in zip(chosen, layouts, together, strict=True):
+    for (r, s, o), layout, among in zip(chosen, layouts, together, strict=True):
         alone = price_one(LLAMA, layout, workload, software, pricing).seconds
         assert alone == pytest.approx(step_seconds(LLAMA, layout, workload, cluster, name).seconds, rel=1e-12)
         assert alone == pytest.approx(among.seconds, rel=1e-12)
-        assert alone == pytest.approx(float(column[r, s, 0]), rel=1e-12)
+        assert alone == pytest.approx(float(column[r, s, o]), rel=1e-12)
 
 
 def test_norms_that_are_not_fused_cost_a_pass_for_each_operation():

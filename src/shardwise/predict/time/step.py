@@ -234,9 +234,7 @@ class PricedStep:
         contention = self.pricing.constants.value("contention")
 
         def exposed(seconds: Num, beside: Num, overlap: bool) -> Num:
-            if not overlap:
-                return seconds
-            return np.maximum(seconds * first, seconds - beside) + contention * np.minimum(seconds, beside)
+            return seconds - (1 - contention) * overlap * np.minimum(seconds * (1 - first), beside)
 
         # Stage 2 keeps shards of gradients alone: it reduces those of every micro-batch.
         earlier = np.where(np.asarray(split.zero) == 2, split.micro_batches - 1, 0)
@@ -271,8 +269,8 @@ class PricedStep:
         alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
         ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / self.model.layers
         copies = count * sent.unit_copies[0] + sent.unit_copies[1]
-        exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
-        return exposed + self.pricing.constants.value("contention") * np.minimum(beside, busy)
+        hidden = np.minimum(beside - ends, busy)
+        return copies + alone + beside - (1 - self.pricing.constants.value("contention")) * hidden
 
     def _of_block(self) -> tuple[Num, Num]:
         """Seconds of a block's gathers in one micro-batch, and of its reduction, at stage 3."""
