@@ -322,8 +322,9 @@ def bubble_share(schedule: str, virtual: Num, found: Pieces) -> Num:
     form = FORMS["interleaved" if schedule == "1f1b" else schedule]
     rest = total(found.block, "host") - found.forward - found.weights
     # Each pass is as long as its launches at least; closed forms take arrays as they take numbers.
-    passes: Any = (np.maximum(each, found.block["host"] / 3) for each in (found.forward, rest, found.weights))
-    case = PipelineShape(2, 2, virtual, *passes)
+    passes = (np.maximum(each, found.block["host"] / 3) for each in (found.forward, rest, found.weights))
+    arrays: Any = virtual, *passes
+    case = PipelineShape(2, 2, *arrays)
     return form.bubble(case) / FORMS["1f1b"].bubble(case)
 
 
