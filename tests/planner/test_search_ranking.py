@@ -83,6 +83,7 @@ def test_the_winners_are_those_of_a_loop_over_all(name):
             ("mixtral-8x7b", "4x8xH100", 4096, 64, "megatron-bridge", 60),
             ("deepseek-v3", "64x8xH200", 4096, 512, "megatron-bridge", 60),
             ("bloom-176b", "48x8xA100", 2048, 96, "megatron-deepspeed-bf16", 30),
+            ("llama-3-8b", "2x4xL40S", 4096, 32, "shardwise", 60),
         ],
         3,
         "figures",

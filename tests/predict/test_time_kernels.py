@@ -52,6 +52,14 @@ def test_no_product_beats_the_device(name, m, n, k):
     assert seconds > 0.9 * 2 * m * n * k / known.peak("bfloat16") * known.value("sustained")
 
 
+@pytest.mark.parametrize("name", DEVICES)
+def test_no_product_is_faster_in_wider_numbers(name):
+    found = kernels(name)
+    if {"float32", "tfloat32"} & set(found.constants.peaks):
+        for shape in ((512, 512, 512), (1024, 4096, 4096), (8192, 8192, 8192)):
+            assert found.matmul(*shape, "float32") >= found.matmul(*shape), shape
+
+
 @settings(max_examples=20, deadline=None)
 @given(shapes=st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=2, max_size=8))
 def test_arrays_are_numbers(shapes):

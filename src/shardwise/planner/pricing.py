@@ -230,6 +230,7 @@ class Prices:
             tp=frame.tp,
             pp=frame.pp,
             held=(narrow(most), narrow(last)) if frame.pp > 1 else None,
+            schedule=np.array([order.schedule for order in frame.orders]),
             dp=frame.data // frame.columns["cp"],
             ep=frame.ep,
             offload=homes.offload_home,
@@ -248,8 +249,7 @@ class Prices:
         return found.each(lambda column: np.broadcast_to(column, len(self._row)))
 
     def _shares(self, engine: EngineProfile, order: ScheduleChoice) -> Array:
-        # Candidates have as many micro-batches as the closed form wants: two ranks with two stand for all.
-        share = bubble_share(order.schedule, 2, 2, order.virtual, self._table(engine))
+        share = bubble_share(order.schedule, order.virtual, self._table(engine))
         return np.broadcast_to(share, len(self._row))
 
     def _traffic(self, frame: LayoutColumns, engine: EngineProfile) -> Traffic:

@@ -69,13 +69,14 @@ class Constants:
         raise UserError(f"{self.name} computes nothing in {dtype}; known are {', '.join(self.peaks)}")
 
     def ceiling(self, dtype: str) -> float:
-        """FLOP/s that products of a dtype reach over seconds at most: as measured on the device, else its family's
-        share of the peak."""
-        name = self._computed(dtype)
-        return self.sustained.get(name) or self.peaks[name] * self.value("sustained_share")
+        """FLOP/s that products of a dtype reach over seconds at most: as measured on the device, else the share of the
+        peak that bf16 or its family reaches."""
+        name, usual = self._computed(dtype), self.sustained.get("bfloat16")
+        share = usual / self.peaks["bfloat16"] if usual else self.value("sustained_share")
+        return self.sustained.get(name) or self.peaks[name] * share
 
     def plateau(self, dtype: str) -> float:
-        return self.plateaus.get(dtype, 1.0)
+        return self.plateaus.get(dtype, self.plateaus.get("bfloat16", 1.0))
 
     def value(self, name: str) -> float:
         """A figure by its name. Raises `UserError` where nobody knows it of this device."""

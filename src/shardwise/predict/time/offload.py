@@ -110,7 +110,7 @@ class _Updated(NamedTuple):
 
 def _exposed(copies: Num, beside: Num, first: Num) -> Num:
     """Seconds of copies that computation does not hide, with what they slow it. first: share with nothing beside it."""
-    return np.maximum(copies * first, copies - beside) + SLOWDOWN * np.minimum(copies, beside)
+    return copies - (1 - SLOWDOWN) * np.minimum(copies * (1 - first), beside)
 
 
 def _fraction(split: StepShape) -> Num:

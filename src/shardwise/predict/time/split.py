@@ -30,10 +30,10 @@ class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
     qgz: weights and gradients go packed, in all splits of a call; feedback: with the errors of packed gradients;
-    schedule: the pipeline's, one of `SCHEDULES`; held: as of `layers_held`, None for even stages; dtype: of the
-    matrix products. offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which
-    may be arrays; offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a
-    micro-batch and copies to the host and back; wide_gradients: accumulated in fp32 even of one micro-batch."""
+    schedule: the pipeline's, of `SCHEDULES`; held: as of `layers_held`, None for even stages; dtype: of the matrix
+    products. offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which may be
+    arrays, as schedule may; offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves
+    in a micro-batch and copies to the host and back; wide_gradients: accumulated in fp32 even of one micro-batch."""
 
     seq: int
     micro: Num = 1
@@ -59,7 +59,7 @@ class StepShape:
     offload_params: Any = "none"
     saved_bytes: Num = 0.0
     wide_gradients: bool = False
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"
     held: tuple[Num, Num] | None = None
     dtype: str = "bfloat16"
     optimizer: str = DEFAULT

@@ -62,7 +62,7 @@ def training_step(model: Model, split: StepShape, engine: EngineProfile, pricing
     """Seconds of one steady training step. Sources: docs/prediction.md names the formulas of each part. Raises
     `UserError` for a schedule that is none of `SCHEDULES`."""
     found = pieces(model, split, engine, pricing)
-    share = bubble_share(split.schedule, split.pp, split.micro_batches, split.virtual, found)
+    share = bubble_share(split.schedule, split.virtual, found)
     step = PricedStep(model, split, engine, pricing, found, traffic(model, split, engine, pricing), share)
     away = step.offload(parts := step.on_device())
     device = sum(parts.values())
@@ -118,10 +118,9 @@ class PricedStep:
         layers, _ = split.layers_held(self.model.layers)
         forward, weights = layers * self.found.forward, layers * self.found.weights
         near = split.stage_ranks < self.pricing.collectives.per_node
-        steady = 2 * split.virtual * sent.hop
+        hops = 2 * sent.hop * (split.micro_batches * split.virtual + split.pp - 1)
         if engine.pipeline_overlap:
-            steady = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
-        hops = split.micro_batches * steady + 2 * sent.hop * (split.pp - 1)  # and those of the fill
+            hops = exposed_messages(split, sent.hop, total(micro), forward, weights, near)
         parts["pipeline"] = np.where(np.asarray(split.pp) > 1, hops, 0.0)
         # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp
         # micro-batches.
@@ -159,7 +158,12 @@ class PricedStep:
         per_block[summed] = per_block[summed] + self.sent.partial * sums
         one, loss = total(per_block, "host"), total(found.last, "host") + of_table
         alone = np.asarray(split.pp) == 1
-        tail = (with_head * one + loss >= most * one) | alone
+
+        def stage(blocks: Num, ends: Num, calls: Num) -> Num:
+            busy = blocks * one + ends
+            return busy + self._host(blocks * per_block["host"] + calls, busy, blocks * per_block["data"])
+
+        tail = (stage(with_head, loss, found.last.get("host", 0.0)) >= stage(most, 0.0, 0.0)) | alone
         layers = np.where(tail, with_head, most)
         busiest: dict[str, Num] = {
             name: layers * per_block[name]
@@ -171,16 +175,16 @@ class PricedStep:
         tables = np.where(alone, 1 + (not model.tied), 1.0 * tail)
         busiest["gradients"] = busiest["gradients"] + of_table * tables
         # All stages, one after another, are as long as their launches at least; what sends is launched in the wait.
-        through = model.layers * one + loss + total(found.first, "host") + of_table
-        calls = model.layers * per_block["host"] + found.last.get("host", 0.0) + found.first.get("host", 0.0)
-        waiting = self._host(calls, through, model.layers * per_block["data"])
-        fill = np.maximum(through + waiting - total(busiest), 0.0) * self.share
+        calls = found.last.get("host", 0.0) + found.first.get("host", 0.0)
+        through = stage(model.layers, loss + total(found.first, "host") + of_table, calls)
+        fill = np.maximum(through - total(busiest), 0.0) * self.share
         table = self._table()
         if self.engine.gather_overlap and self.engine.grad_overlap:
-            # Beside what the blocks' traffic leaves of their computation, and the head's.
+            # Beside what the blocks' traffic leaves of their computation, the head's, and waiting for the host.
             gathers, reduce = self._of_block()
             beside = total(found.block, "host")
             left = layers * np.maximum(beside - gathers - reduce, 0.0) + tail * total(found.last, "host")
+            left = left + busiest["host"]
             busiest["data"] = busiest["data"] + np.maximum(table * np.where(alone, tables, 1.0) - left, 0.0)
             return busiest, np.where(alone, 0.0, fill)
         busiest["data"] = busiest["data"] + table * tables
@@ -230,9 +234,7 @@ class PricedStep:
         contention = self.pricing.constants.value("contention")
 
         def exposed(seconds: Num, beside: Num, overlap: bool) -> Num:
-            if not overlap:
-                return seconds
-            return np.maximum(seconds * first, seconds - beside) + contention * np.minimum(seconds, beside)
+            return seconds - (1 - contention) * overlap * np.minimum(seconds * (1 - first), beside)
 
         # Stage 2 keeps shards of gradients alone: it reduces those of every micro-batch.
         earlier = np.where(np.asarray(split.zero) == 2, split.micro_batches - 1, 0)
@@ -267,8 +269,8 @@ class PricedStep:
         alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
         ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / self.model.layers
         copies = count * sent.unit_copies[0] + sent.unit_copies[1]
-        exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
-        return exposed + self.pricing.constants.value("contention") * np.minimum(beside, busy)
+        hidden = np.minimum(beside - ends, busy)
+        return copies + alone + beside - (1 - self.pricing.constants.value("contention")) * hidden
 
     def _of_block(self) -> tuple[Num, Num]:
         """Seconds of a block's gathers in one micro-batch, and of its reduction, at stage 3."""
@@ -285,44 +287,45 @@ class PricedStep:
 
 
 def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weights: Num, near: Any) -> Num:
-    """Seconds per micro-batch for which a stage waits for messages that go on beside computation.
+    """Seconds of a step for which a stage waits for messages that go on beside computation, filling included.
 
-    A rank sends no faster than its link does: forward and backward, once per chunk. And under 1F1B the stage that is i
-    before the last has i + 1 micro-batches under way, whose round trip has 2i messages in it: per micro-batch of the
-    first stage 2 (p - 1) / p, or less where gradients of weights are computed meanwhile (zb-h1). Chunks hide this.
+    A rank sends no faster than its link does: forward and backward, once per chunk. Under 1F1B the stage that is i
+    before the last has i + 1 micro-batches under way, whose round trip has 2i messages in it: p micro-batches of the
+    first stage wait for 2 (p - 1), or less where gradients of weights are computed meanwhile (zb-h1). Chunks hide that
+    but for the first round and the last: messages of all chunks, and later what outlasts the shorter pass of a chunk.
 
     hop: of one message. busy: of a micro-batch on the busiest stage; forward, weights: its forward pass, and its
     gradients of weights. near: whether one of a rank's two neighbors is in its node.
     """
-    p, virtual = np.asarray(split.pp), np.asarray(split.virtual)
-    if split.schedule == "gpipe":  # all forward messages, and then all backward ones
-        return np.maximum(hop - forward, 0.0) + np.maximum(hop - (busy - forward), 0.0)
+    p, m, virtual, schedule = map(np.asarray, (split.pp, split.micro_batches, split.virtual, split.schedule))
+    backward = busy - forward
+    # Under gpipe all forward messages, and then all backward ones.
+    apart = np.maximum(hop - forward, 0.0) + np.maximum(hop - backward, 0.0)
     # Two ranks alone have one neighbor, and no message around the end of a chunk.
     sends = np.where((p > 2) & near, virtual, 2 * virtual - (p == 2))
-    spare = weights if split.schedule == "zb-h1" else 0.0
-    trip = np.where(virtual == 1, np.maximum(2 * hop - spare, 0.0) * (p - 1) / p, 0.0)
-    return np.maximum(sends * hop - busy, trip)
+    least = 2 * hop * (p - 1) + (m - 1) * np.where(schedule == "gpipe", apart, sends * hop - busy)
+    spare, trips = np.where(schedule == "zb-h1", weights, 0.0), (p - 1) * m / p - p
+    waits = 4 * hop * (p - 1) + trips * np.where(trips > 0, np.maximum(2 * hop - spare, 0.0), 2 * hop)
+    longer = np.maximum(hop - np.minimum(forward, backward) / virtual, 0.0)
+    rounds = 2 * hop * (p * virtual - 1) + (virtual - 1) * np.maximum(m - p, 0) * longer
+    return np.where(schedule == "gpipe", least, np.maximum(least, np.where(virtual > 1, rounds, waits)))
 
 
-def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> Num:
+def bubble_share(schedule: str, virtual: Num, found: Pieces) -> Num:
     """The bubble of a schedule over that of 1F1B with stages that take as long, from the closed forms of both.
 
-    Where a schedule that puts off weights' gradients has too few micro-batches or too long gradients for its closed
-    form, it counts as 1F1B, which is no shorter. Raises `UserError` for a schedule that is none of `SCHEDULES`.
+    Raises `UserError` for a schedule that is none of `SCHEDULES`.
     """
     if schedule not in SCHEDULES:
         raise UserError(f"the time of schedule={schedule} has no closed form; there is one for {', '.join(SCHEDULES)}")
     # With one chunk a rank, interleaved is 1F1B; published rows say 1F1B for both.
     form = FORMS["interleaved" if schedule == "1f1b" else schedule]
     rest = total(found.block, "host") - found.forward - found.weights
-    arrays: Any = virtual, found.forward, rest, found.weights  # closed forms take them as they take numbers
+    # Each pass is as long as its launches at least; closed forms take arrays as they take numbers.
+    passes = (np.maximum(each, found.block["host"] / 3) for each in (found.forward, rest, found.weights))
+    arrays: Any = virtual, *passes
     case = PipelineShape(2, 2, *arrays)
-    share = form.bubble(case) / FORMS["1f1b"].bubble(case)
-    if schedule != "zb-h1":
-        return share
-    exact = np.frompyfunc(lambda p, m, *seconds: form.exact(PipelineShape(p, m, 1, *seconds)), 5, 1)
-    holds = np.asarray(exact(p, m, found.forward, rest, found.weights), dtype=bool)
-    return np.where(holds, share, 1.0)
+    return form.bubble(case) / FORMS["1f1b"].bubble(case)
 
 
 def narrow(array: Num) -> Num:

@@ -14,6 +14,8 @@ from functools import cache
 from math import isqrt
 from typing import NamedTuple
 
+import numpy as np
+
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline.plan import PipelineSchedule
@@ -81,13 +83,11 @@ FORMS = {
     "1f1b": PipelineFormula("(p-1)(F+B)", _ramp, lambda p, m, v, r: min(m, p - r), "with the least warm-up"),
     "interleaved": _INTERLEAVED,
     "breadth-first": replace(_INTERLEAVED, peak=lambda p, m, v, r: m),
-    "zb-h1": PipelineFormula(
-        "(p-1)(F+I-W)",
-        lambda c: (c.p - 1) * (c.F + c.I - c.W),
-        lambda p, m, v, r: min(m, p),
-        "m of at least p, W at most F and I; else a lower bound",
-        exact=lambda c: c.m >= c.p and c.W <= c.F and c.W <= c.I,
-        below=lambda c: True,
+    "zb-h1": replace(
+        _INTERLEAVED,
+        text="(p-1)(F+I-min(F,I,W))",
+        bubble=lambda c: (c.p - 1) * (c.F + c.I - np.minimum(np.minimum(c.F, c.I), c.W)),
+        peak=lambda p, m, v, r: min(m, p),
     ),
     "zb-h2": PipelineFormula(
         "(p-1)(F+I-2W), own span",
