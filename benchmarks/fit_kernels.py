@@ -30,6 +30,7 @@ from shardwise.cluster import Cluster
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import Kernels, Surface
 from shardwise.predict.time.measuring import filled
+from shardwise.predict.time.network import rising
 from shardwise.schedule.choose import pricer
 
 HOME = Path(shardwise.predict.time.__file__).parent
@@ -159,15 +160,11 @@ def fit_matmul(device: str, samples: Samples) -> tuple[dict[str, Any], list[np.n
 
 
 def pooled(form: dict[str, Any], device: str, axes: list[np.ndarray], table: np.ndarray) -> np.ndarray:
-    """The grid in which no product of `FEW` rows or fewer is faster than one of fewer rows: isotonic regression of the
-    logarithms of its seconds. One such product takes 184 or 218 us on an H100, whatever its rows are."""
+    """The grid in which no product of `FEW` rows or fewer is faster than one of fewer rows (isotonic regression of the
+    logarithms of its seconds): one such product takes 184 or 218 us on an H100, whatever its rows are."""
     few = axes[0] <= FEW
     model = np.log(modelled(form, device, *np.meshgrid(axes[0][few], *axes[1:], indexing="ij")))
-    sums = np.cumsum(np.concatenate([0 * model[:1], table[few] + model]), axis=0)
-    ends = range(1, len(sums))
-    least = [np.array([(sums[j] - sums[i]) / (j - i) for j in ends if j > i]) for i in range(len(ends))]
-    logs = [np.max([least[i][row - i :].min(axis=0) for i in range(row + 1)], axis=0) for row in range(len(ends))]
-    return np.concatenate([np.array(logs) - model, table[len(ends) :]])
+    return np.concatenate([np.apply_along_axis(rising, 0, table[few] + model) - model, table[~few]])
 
 
 def stored(device: str, axes: list[np.ndarray], table: np.ndarray) -> dict[str, np.ndarray]:
