@@ -54,7 +54,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.ranges import time_range
 from shardwise.predict.time.requests import RequestSeconds, closed_loop
-from shardwise.predict.time.serving import ServedModel, ServingLayout
+from shardwise.predict.time.serving import PassSeconds, ServedModel, ServingLayout
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.units import format_bytes, format_time
@@ -673,7 +673,7 @@ class _Space:
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
-        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp)
+        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp, pp)
         served = ServedModel(self.model, serving, self.engine, pricing_for(self.cluster))
         return self._token(served, pp, dp, batch), *self._prompt(served, pp, dp)
 
@@ -682,10 +682,10 @@ class _Space:
         all groups of sequences (`timing` has the same for one layout)."""
         layers, group = self.model.layers, np.ceil(batch / pp)
         through = served.decode_pass(group, self.workload.prompt + self.workload.output / 2)
-        block, ends = sum(through.block.values()), through.head + through.host
+        block = sum(through.block.values())
         hop = _hop(served.pricing, pp, group * self.model.hidden * 2.0, served.layout.tp * dp)
-        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
-        once = layers * block + ends + pp * hop
+        slowest = _slowest(through, layers, pp, block) + hop
+        once = layers * block + through.head + through.host + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
 
     def _prompt(self, served: ServedModel, pp: Num, dp: Num) -> tuple[Num, Num]:
@@ -695,10 +695,9 @@ class _Space:
         pieces = ceil(prompt / CHUNK)
         one, whole = (served.prefill_pass(1.0, tokens) for tokens in (prompt / pieces, prompt))
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
-        ends = one.head + one.host
         hop = _hop(served.pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, served.layout.tp * dp)
-        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
-        return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
+        slowest = _slowest(one, layers, pp, block) + hop
+        return layers * block + one.head + one.host + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
     def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> RequestSeconds[Num]:
         """Means over `clients` in one replica, at most `batch` sequences at a time. busy: of a prompt, seconds of the
@@ -815,6 +814,11 @@ class _Space:
             return any(self.split(kind, curve=False)[0] for kind in self.types)
         except UserError:  # links between nodes that are not known
             return False
+
+
+def _slowest(through: PassSeconds, layers: int, pp: Num, block: Num) -> Num:
+    """Seconds of the slowest stage (`DecodeStrategy` has the same for one layout). block: seconds of a block."""
+    return np.maximum(np.ceil(layers / pp) * block, layers // pp * block + through.head) + through.host / pp
 
 
 def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:
