@@ -90,11 +90,16 @@ class Kernels:
         sums = {split: split * 8.0 * m * n / self.constants.bandwidth for split in splits}
         down = {rows: batch * np.ceil(m / rows) for rows in {tile[0] for tile in form["tiles"]}}
         across = {columns: np.ceil(n / columns) for columns in {tile[1] for tile in form["tiles"]}}
+        least = min(down)
+        # Beyond one wave, kernels for fewer rows than the smallest tile has work on these alone.
+        part = m / least if np.any(m < least) else 1.0
         for rows, columns, efficiency in form["tiles"]:
             tiles = down[rows] * across[columns]
             one = 2.0 * rows * columns * sms / (peak * efficiency)
             for split in splits:
-                seconds = np.ceil(tiles * split / sms) * one * depths[split]
+                waves = np.ceil(tiles * split / sms)
+                waves = np.maximum(waves * np.minimum(part, 1.0), 1.0) if rows == least else waves
+                seconds = waves * one * depths[split]
                 if split > 1:
                     seconds = seconds + sums[split] + form["split_latency_s"]
                     seconds = seconds if every else np.where(alone, seconds, np.inf)
