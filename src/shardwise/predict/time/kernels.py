@@ -63,8 +63,7 @@ class Kernels:
         return np.maximum(seconds, moved / (self.constants.bandwidth * self.constants.form(dtype)["bandwidth_share"]))
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
-        """Seconds of a product that runs alone, as it was measured. Searches ask for the same numbers again and again.
-        """
+        """Seconds of a product that runs alone, as it was measured. Searches ask for the same numbers again and again."""
         if np.ndim(m) == np.ndim(n) == np.ndim(k) == np.ndim(batch) == 0:
             return self._numbers(float(m), float(n), float(k), dtype, float(batch))
         return self._of_arrays(m, n, k, dtype, batch)
