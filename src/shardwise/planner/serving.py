@@ -361,7 +361,9 @@ def _ranked(
         ranked.sort(key=lambda one: (one.devices, one.token))
     kept = [one for one in ranked if all(bound.keeps(one) for bound in bounds)]
     if not kept:
-        raise _beyond(bounds, everything, f"with {workload.concurrency:,} clients ")
+        if rate is not None:
+            raise _beyond(bounds, ranked, "--rate", f"at {rate:g} requests a second ")
+        raise _beyond(bounds, ranked, "--concurrency", f"with {workload.concurrency:,} clients ")
     return kept
 
 
@@ -421,17 +423,17 @@ def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
         raise space.nothing()
     best = _most_within(bounds, free)
     if best is None:
-        raise _beyond(bounds, free, "")
+        raise _beyond(bounds, free)
     return best.layout.dp * best.batch
 
 
-def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], clients: str) -> UserError:
-    """One line where no deployment keeps the bounds: what can be kept."""
+def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], flag: str = "", load: str = "") -> UserError:
+    """One line where no deployment keeps the bounds: what can be kept. flag: that gave the load."""
     shortest = ((bound, min(among, key=bound.time)) for bound in bounds)
     least = "; ".join(f"the shortest for --{bound.name} is {format_time(bound.time(one))}, {one.layout} in "
                       f"{one.weights_name}" for bound, one in shortest)  # fmt: skip
-    fewer = "; leave out --concurrency for as many clients as the bounds allow" if clients else ""
-    return UserError(f"{clients}no deployment keeps {' and '.join(map(str, bounds))}: {least}{fewer}")
+    fewer = f"; leave out {flag} for as many clients as the bounds allow" if flag else ""
+    return UserError(f"{load}no deployment keeps {' and '.join(map(str, bounds))}: {least}{fewer}")
 
 
 def fastest_deployment(
