@@ -40,11 +40,9 @@ def requests_per_second(
 
 @pytest.mark.parametrize(("prompt", "output", "clients"), [(1000, 200, 16), (8000, 20, 64), (64, 2000, 256)])
 def test_the_best_pair_is_that_of_all_loops(prompt: int, output: int, clients: int) -> None:
-    model, cluster, work = (
-        get("llama-3-8b"),
-        Cluster.parse("4xH100"),
-        Workload(prompt=prompt, output=output, concurrency=clients),
-    )
+    model = get("llama-3-8b")
+    cluster = Cluster.parse("4xH100")
+    work = Workload(prompt=prompt, output=output, concurrency=clients)
     among = instances(AMONG)
     assert {one.layout for one in among} == {Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=4)}
     found = best_apart(model, cluster, work, ENGINE, "bfloat16", among, among)

@@ -63,16 +63,14 @@ def test_parts_add_up_and_more_to_attend_to_takes_longer(text, sequences, contex
 def test_a_slower_link_or_device_makes_nothing_faster(text, which, times, sequences, model):
     """Hosts wait less beside a slower device, but no longer than it computes."""
     nodes, layout = Cluster.parse("2x8xH100"), Layout.parse(text)
-    device = nodes.device
-    if which == "memory":
-        change: dict = {"device": replace(device, memory_bandwidth=device.memory_bandwidth / times)}
-    elif which == "peaks":
-        peaks = {name: flops / times for name, flops in device.peak_flops.items()}
-        change = {"device": replace(device, peak_flops=peaks)}
-    else:
-        change = {which: replace(getattr(nodes, which), bandwidth=getattr(nodes, which).bandwidth / times)}
-    if model.heads % layout.tp:
-        layout = replace(layout, tp=2)
+    layout, device = replace(layout, tp=2) if model.heads % layout.tp else layout, nodes.device
+    changed: dict = {
+        "memory": {"memory_bandwidth": device.memory_bandwidth / times},
+        "peaks": {"peak_flops": {name: flops / times for name, flops in device.peak_flops.items()}},
+    }
+    change: dict = {"device": replace(device, **changed[which])} if which in changed else {
+        which: replace(getattr(nodes, which), bandwidth=getattr(nodes, which).bandwidth / times)
+    }  # fmt: skip
     fast, other = (DecodeStrategy(model, layout, TRT, cluster) for cluster in (nodes, replace(nodes, **change)))
     assert other.token(sequences, 1000).seconds >= fast.token(sequences, 1000).seconds * (1 - 1e-9)
     assert other.prompt(1000, 512).seconds >= fast.prompt(1000, 512).seconds * (1 - 1e-9)

@@ -421,10 +421,9 @@ def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
     """Clients of the deployment of most tokens/s that keeps these bounds. Raises `UserError` where none does."""
     if not (free := space.unhurried()):
         raise space.nothing()
-    best = _most_within(bounds, free)
-    if best is None:
-        raise _beyond(bounds, free)
-    return best.layout.dp * best.batch
+    if best := _most_within(bounds, free):
+        return best.layout.dp * best.batch
+    raise _beyond(bounds, free)
 
 
 def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], flag: str = "", load: str = "") -> UserError:
@@ -514,17 +513,13 @@ class _RankMemory:
         each = ((one.weights + self.workspace(batch, one.head) + pages * one.page, one) for one in self.stages)
         return max(each)
 
-    def held(self, batch: int) -> float:
-        """Bytes of the fullest rank with the cache of `batch` whole sequences."""
-        return self.fullest(batch)[0]
-
     def capacity(self) -> tuple[int, int]:
         """(pages of the cache, sequences that run at a time). The least that is needed at all is remembered for
         `_Space.nothing`."""
         space = self.space
         name = f"{self.layout} in {type_name(self.weights, space.model)}"
-        space.least = min(space.least, (self.held(1), name))
-        most = bisect_right(range(1, space.engine.most_sequences + 1), space.room, key=self.held)
+        space.least = min(space.least, (self.fullest(1)[0], name))
+        most = bisect_right(range(1, space.engine.most_sequences + 1), space.room, key=lambda n: self.fullest(n)[0])
         left = ((space.room - one.weights - self.workspace(max(most, 1), one.head), one.page) for one in self.stages)
         return min(max(0, int(free // page)) if page else MOST_PAGES for free, page in left), most
 
@@ -598,8 +593,8 @@ class _Space:
 
     def unhurried(self) -> list[Deployment]:
         """Deployments that fit, for as many clients as sequences."""
-        spread = [one for one, given in self.spread() if not given]
-        return [one for kind in self.types for one in self.split(kind)[1]] + spread
+        split = [one for kind in self.types for one in self.split(kind)[1]]
+        return split + [one for one, given in self.spread() if not given]
 
     def spread(self) -> list[tuple[Deployment, bool]]:
         return [pair for kind in self.types for pair in self.expert_parallel(kind)]
@@ -705,9 +700,8 @@ class _Space:
         """Means over `clients` in one replica, at most `batch` sequences at a time. busy: of a prompt, seconds of the
         busiest stage; the others work on other prompts meanwhile."""
         together = self.engine.most_tokens / self.workload.prompt
-        running = np.minimum(batch, clients)
-        stream = self.engine.stream_s
-        return closed_loop(token, read, busy, running, clients, self.workload.output, together, stream)
+        loop = np.minimum(batch, clients), clients, self.workload.output, together, self.engine.stream_s
+        return closed_loop(token, read, busy, *loop)
 
     def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
         """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with

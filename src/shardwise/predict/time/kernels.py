@@ -63,7 +63,7 @@ class Kernels:
         return np.maximum(seconds, moved / (self.constants.bandwidth * self.constants.form(dtype)["bandwidth_share"]))
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
-        """Seconds of a product that runs alone, as it was measured. Searches ask for the same numbers again and again."""
+        """Seconds of a product that runs alone, as it was measured; of numbers, which searches repeat, once."""
         if np.ndim(m) == np.ndim(n) == np.ndim(k) == np.ndim(batch) == 0:
             return self._numbers(float(m), float(n), float(k), dtype, float(batch))
         return self._of_arrays(m, n, k, dtype, batch)
@@ -90,15 +90,13 @@ class Kernels:
         down = {rows: batch * np.ceil(m / rows) for rows in {tile[0] for tile in form["tiles"]}}
         across = {columns: np.ceil(n / columns) for columns in {tile[1] for tile in form["tiles"]}}
         least = min(down)
-        # Beyond one wave, kernels for fewer rows than the smallest tile has work on these alone.
-        part = m / least if np.any(m < least) else 1.0
+        part = np.minimum(m / least, 1.0)  # beyond one wave, kernels for few rows work on these alone
         for rows, columns, efficiency in form["tiles"]:
             tiles = down[rows] * across[columns]
             one = 2.0 * rows * columns * sms / (peak * efficiency)
             for split in splits:
                 waves = np.ceil(tiles * split / sms)
-                waves = np.maximum(waves * np.minimum(part, 1.0), 1.0) if rows == least else waves
-                seconds = waves * one * depths[split]
+                seconds = (np.maximum(waves * part, 1.0) if rows == least else waves) * one * depths[split]
                 if split > 1:
                     seconds = seconds + sums[split] + form["split_latency_s"]
                     seconds = seconds if every else np.where(alone, seconds, np.inf)

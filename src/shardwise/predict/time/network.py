@@ -252,15 +252,13 @@ class _Curve:
 
 def rising(readings: NDArray) -> NDArray:
     """Isotonic regression: where a reading is above a later one, all between count as their mean."""
-    pools: list[tuple[float, int]] = []
-    for mean in readings.tolist():
-        count = 1
-        while pools and pools[-1][0] > mean:
-            before, many = pools.pop()
-            mean, count = (before * many + mean * count) / (many + count), many + count
-        pools.append((mean, count))
-    means, counts = zip(*pools, strict=True)
-    return np.repeat(means, counts)
+    pools: list[list[float]] = []
+    for reading in readings.tolist():
+        pool = [reading]
+        while pools and sum(pools[-1]) / len(pools[-1]) > sum(pool) / len(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    return np.concatenate([np.full(len(pool), sum(pool) / len(pool)) for pool in pools])
 
 
 def _names(prices: Pricer, ranks: int) -> list[str]:
