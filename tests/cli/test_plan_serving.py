@@ -78,6 +78,9 @@ def test_bounds_of_latency_choose_the_clients_and_the_deployment(capsys):
     assert "no deployment keeps --ttft 1.00 ms: the shortest for --ttft is " in capsys.readouterr().err
     assert main([*SERVE, "--tpot", "10ms"]) == 2
     assert "with 32 clients no deployment keeps" in capsys.readouterr().err
+    assert main([*asked, "--rate", "2", "--tpot", "1ms"]) == 2
+    said = capsys.readouterr().err
+    assert "at 2 requests a second no deployment keeps" in said and "; leave out --rate for" in said
     assert main([*asked, "--ttft", "soon"]) == 2
     assert "--ttft soon: give a time, such as 200ms" in capsys.readouterr().err
 

@@ -24,9 +24,8 @@ def requests_per_second(
     (read, n), (write, m) = prefill, decode
     reading = DecodeStrategy(model, read, ENGINE, cluster, "bfloat16").prompt(work.prompt, CHUNK)
     busy = reading.seconds - reading.parts.get("bubble", 0.0)
-    token = (
-        DecodeStrategy(model, write, ENGINE, cluster, "bfloat16").token(batch, work.prompt + work.output / 2).seconds
-    )
+    step = DecodeStrategy(model, write, ENGINE, cluster, "bfloat16").token(batch, work.prompt + work.output / 2)
+    token = max(step.seconds, batch * ENGINE.stream_s)
     nbytes = cache_bytes(model, work.prompt) / min(read.ranks, write.ranks)
     link = cluster.intra
     transfer = nbytes / link.bandwidth + link.alpha
@@ -41,11 +40,9 @@ def requests_per_second(
 
 @pytest.mark.parametrize(("prompt", "output", "clients"), [(1000, 200, 16), (8000, 20, 64), (64, 2000, 256)])
 def test_the_best_pair_is_that_of_all_loops(prompt: int, output: int, clients: int) -> None:
-    model, cluster, work = (
-        get("llama-3-8b"),
-        Cluster.parse("4xH100"),
-        Workload(prompt=prompt, output=output, concurrency=clients),
-    )
+    model = get("llama-3-8b")
+    cluster = Cluster.parse("4xH100")
+    work = Workload(prompt=prompt, output=output, concurrency=clients)
     among = instances(AMONG)
     assert {one.layout for one in among} == {Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=4)}
     found = best_apart(model, cluster, work, ENGINE, "bfloat16", among, among)
@@ -76,6 +73,14 @@ def test_a_cache_goes_over_whole_and_no_faster_than_its_link() -> None:
 def test_nothing_is_apart_where_nothing_can_be() -> None:
     for cluster, output in (("1xH100", 100), ("8xH100", 1)):
         assert plan_serving("llama-3-8b", cluster, Workload(prompt=100, output=output, concurrency=4)).apart is None
+
+
+def test_instances_apart_stream_no_faster_than_others():
+    """A small model's tokens are bound by each replica's front end, wherever its prompts are read."""
+    work = Workload(prompt=512, output=200, concurrency=1000)
+    found = plan_serving("gpt2", "4xH100", work, engine="tensorrt-llm")
+    assert found.apart.tokens_per_second <= 200 / 199 * found.apart.decode.dp / ENGINE.stream_s
+    assert found.apart.tokens_per_second < found.ranked[0].tokens_per_second
 
 
 def test_what_goes_over_has_the_caches_type():

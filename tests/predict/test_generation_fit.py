@@ -3,7 +3,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.cases import from_table
@@ -98,10 +98,11 @@ def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
 @given(
     st.sampled_from(["", "tp=2", "tp=4", "pp=2", "pp=3", "pp=3,stages=0/6/0", "tp=2,pp=2", "dp=2", "dp=3,zero=3",
                      "tp=2,dp=2,zero=3"]),
-    st.floats(1e4, 3e6), st.integers(1, 5), st.integers(1, 33), st.booleans(),
+    st.floats(1e4, 3e6), st.integers(1, 5), st.integers(1, 33), st.booleans(), st.sampled_from(["", "float8_e4m3fn"]),
 )  # fmt: skip
-def test_the_largest_that_fits_fits_and_one_page_more_does_not(text, room, batch, page, int8):
-    served = ServingSetup(64, batch, page, int8=int8 and "zero" not in text)
+@example("tp=2", 1e6, 50, 16, False, "float8_e4m3fn")
+def test_the_largest_that_fits_fits_and_one_page_more_does_not(text, room, batch, page, int8, cache):
+    served = ServingSetup(64, batch, page, int8=int8 and "zero" not in text, cache_type=cache)
     found = fit(text, served, room)
     if found.largest_context:
         assert fit(text, replace(served, context=found.largest_context), room).fits

@@ -56,16 +56,24 @@ def test_parts_add_up_and_more_to_attend_to_takes_longer(text, sequences, contex
 
 @given(
     st.sampled_from(["tp=8", "dp=8,zero=3", "tp=2,dp=8,zero=3", "tp=4,pp=4", "dp=2,pp=8", "tp=16"]),
-    st.sampled_from(["intra", "inter"]), st.floats(1.1, 50.0), st.integers(1, 64),
+    st.sampled_from(["intra", "inter", "memory", "peaks"]), st.floats(1.1, 50.0), st.integers(1, 64),
+    st.sampled_from([get("gpt2"), SMALL]),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
-def test_a_slower_link_makes_nothing_faster(text, which, times, sequences):
-    nodes = Cluster.parse("2x8xH100")
-    link = getattr(nodes, which)
-    slow = replace(nodes, **{which: replace(link, bandwidth=link.bandwidth / times)})
-    fast, other = (strategy(text, cluster=cluster) for cluster in (nodes, slow))
+@settings(max_examples=40, deadline=None)
+def test_a_slower_link_or_device_makes_nothing_faster(text, which, times, sequences, model):
+    """Hosts wait less beside a slower device, but no longer than it computes."""
+    nodes, layout = Cluster.parse("2x8xH100"), Layout.parse(text)
+    layout, device = replace(layout, tp=2) if model.heads % layout.tp else layout, nodes.device
+    changed: dict = {
+        "memory": {"memory_bandwidth": device.memory_bandwidth / times},
+        "peaks": {"peak_flops": {name: flops / times for name, flops in device.peak_flops.items()}},
+    }
+    change: dict = {"device": replace(device, **changed[which])} if which in changed else {
+        which: replace(getattr(nodes, which), bandwidth=getattr(nodes, which).bandwidth / times)
+    }  # fmt: skip
+    fast, other = (DecodeStrategy(model, layout, TRT, cluster) for cluster in (nodes, replace(nodes, **change)))
     assert other.token(sequences, 1000).seconds >= fast.token(sequences, 1000).seconds * (1 - 1e-9)
-    assert other.prompt(2000, 512).seconds >= fast.prompt(2000, 512).seconds * (1 - 1e-9)
+    assert other.prompt(1000, 512).seconds >= fast.prompt(1000, 512).seconds * (1 - 1e-9)
 
 
 def test_gathers_are_exposed_for_a_token_and_hidden_behind_a_long_prompt():
@@ -98,7 +106,7 @@ def test_with_infinitely_fast_links_gathering_costs_what_one_rank_computes(monke
 def test_a_pipeline_passes_one_token_on_and_overlaps_several():
     alone, four = (strategy("pp=4", LLAMA).token(count, 1000) for count in (1, 4))
     single = strategy("", LLAMA).token(1, 1000)
-    assert single.seconds < alone.seconds < 1.05 * single.seconds and alone.parts["bubble"] == 0
+    assert single.seconds < alone.seconds < 1.2 * single.seconds and alone.parts["bubble"] == 0
     assert four.seconds < 1.3 * alone.seconds  # four sequences, nearly as fast as one: they are in different stages
     assert four.parts["bubble"] > 0  # the last stage has the head, for which the others wait
 

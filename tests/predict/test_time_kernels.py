@@ -4,10 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cases import table
+from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import constants, known_devices
 from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.network import MEASURED as MEASURED_COLLECTIVES
+from shardwise.predict.time.network import Collectives
 
 # ai-dynamo/aiconfigurator 095f58a51c4c (A100, H100), aiconfigurator-core 0.12.0, gemm_perf.parquet, bfloat16: device,
 # m, n, k, milliseconds
@@ -58,6 +61,25 @@ def test_no_product_is_faster_in_wider_numbers(name):
     if {"float32", "tfloat32"} & set(found.constants.peaks):
         for shape in ((512, 512, 512), (1024, 4096, 4096), (8192, 8192, 8192)):
             assert found.matmul(*shape, "float32") >= found.matmul(*shape), shape
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(4096, 1 << 17), k=st.integers(4096, 1 << 15))
+def test_few_rows_take_no_longer_than_more(name, n, k):
+    """But for the grid's whole percents: each such product reads the same weights."""
+    seconds = kernels(name).matmul(np.arange(1.0, 33.0), n, k)
+    assert (seconds[1:] > np.maximum.accumulate(seconds)[:-1] * 0.97).all()
+
+
+@pytest.mark.parametrize("op", MEASURED_COLLECTIVES)
+@pytest.mark.parametrize("name", ["8xH100", "8xB200", "8xA100", "8xL40S", "2x8xH100"])
+def test_more_bytes_take_no_less(op, name):
+    """Even where a library was measured to be slower at one size, or a faster link scales what was measured."""
+    cluster = Cluster.parse(name)
+    price = Collectives(cluster, constants(cluster.device)).seconds
+    for ranks in {2, 3, 4, 8, cluster.devices}:
+        assert (np.diff(price(op, 2.0 ** np.arange(6, 34, 0.5), ranks)) >= 0).all()
 
 
 @settings(max_examples=20, deadline=None)

@@ -210,7 +210,8 @@ def _decoding(strategy: DecodeStrategy, cache_tokens: int, workload: Workload) -
     most = min(cache_tokens // length, strategy.engine.most_sequences, workload.concurrency)
     for batch in powers(most):
         seconds = strategy.token(batch * strategy.layout.dp, workload.prompt + workload.output / 2).seconds
-        yield _Decoding(strategy.layout, batch, seconds)
+        streamed = batch * strategy.engine.stream_s  # a front end's tokens go one by one
+        yield _Decoding(strategy.layout, batch, max(seconds, streamed))
 
 
 def _transfer(cluster: Cluster, nbytes: Num) -> Num:

@@ -54,7 +54,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.ranges import time_range
 from shardwise.predict.time.requests import RequestSeconds, closed_loop
-from shardwise.predict.time.serving import ServedModel, ServingLayout
+from shardwise.predict.time.serving import PassSeconds, ServedModel, ServingLayout
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.units import format_bytes, format_time
@@ -361,7 +361,9 @@ def _ranked(
         ranked.sort(key=lambda one: (one.devices, one.token))
     kept = [one for one in ranked if all(bound.keeps(one) for bound in bounds)]
     if not kept:
-        raise _beyond(bounds, everything, f"with {workload.concurrency:,} clients ")
+        if rate is not None:
+            raise _beyond(bounds, ranked, "--rate", f"at {rate:g} requests a second ")
+        raise _beyond(bounds, ranked, "--concurrency", f"with {workload.concurrency:,} clients ")
     return kept
 
 
@@ -419,19 +421,18 @@ def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
     """Clients of the deployment of most tokens/s that keeps these bounds. Raises `UserError` where none does."""
     if not (free := space.unhurried()):
         raise space.nothing()
-    best = _most_within(bounds, free)
-    if best is None:
-        raise _beyond(bounds, free, "")
-    return best.layout.dp * best.batch
+    if best := _most_within(bounds, free):
+        return best.layout.dp * best.batch
+    raise _beyond(bounds, free)
 
 
-def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], clients: str) -> UserError:
-    """One line where no deployment keeps the bounds: what can be kept."""
+def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], flag: str = "", load: str = "") -> UserError:
+    """One line where no deployment keeps the bounds: what can be kept. flag: that gave the load."""
     shortest = ((bound, min(among, key=bound.time)) for bound in bounds)
     least = "; ".join(f"the shortest for --{bound.name} is {format_time(bound.time(one))}, {one.layout} in "
                       f"{one.weights_name}" for bound, one in shortest)  # fmt: skip
-    fewer = "; leave out --concurrency for as many clients as the bounds allow" if clients else ""
-    return UserError(f"{clients}no deployment keeps {' and '.join(map(str, bounds))}: {least}{fewer}")
+    fewer = f"; leave out {flag} for as many clients as the bounds allow" if flag else ""
+    return UserError(f"{load}no deployment keeps {' and '.join(map(str, bounds))}: {least}{fewer}")
 
 
 def fastest_deployment(
@@ -512,17 +513,13 @@ class _RankMemory:
         each = ((one.weights + self.workspace(batch, one.head) + pages * one.page, one) for one in self.stages)
         return max(each)
 
-    def held(self, batch: int) -> float:
-        """Bytes of the fullest rank with the cache of `batch` whole sequences."""
-        return self.fullest(batch)[0]
-
     def capacity(self) -> tuple[int, int]:
         """(pages of the cache, sequences that run at a time). The least that is needed at all is remembered for
         `_Space.nothing`."""
         space = self.space
         name = f"{self.layout} in {type_name(self.weights, space.model)}"
-        space.least = min(space.least, (self.held(1), name))
-        most = bisect_right(range(1, space.engine.most_sequences + 1), space.room, key=self.held)
+        space.least = min(space.least, (self.fullest(1)[0], name))
+        most = bisect_right(range(1, space.engine.most_sequences + 1), space.room, key=lambda n: self.fullest(n)[0])
         left = ((space.room - one.weights - self.workspace(max(most, 1), one.head), one.page) for one in self.stages)
         return min(max(0, int(free // page)) if page else MOST_PAGES for free, page in left), most
 
@@ -596,8 +593,8 @@ class _Space:
 
     def unhurried(self) -> list[Deployment]:
         """Deployments that fit, for as many clients as sequences."""
-        spread = [one for one, given in self.spread() if not given]
-        return [one for kind in self.types for one in self.split(kind)[1]] + spread
+        split = [one for kind in self.types for one in self.split(kind)[1]]
+        return split + [one for one, given in self.spread() if not given]
 
     def spread(self) -> list[tuple[Deployment, bool]]:
         return [pair for kind in self.types for pair in self.expert_parallel(kind)]
@@ -673,7 +670,7 @@ class _Space:
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
-        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp)
+        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp, pp)
         served = ServedModel(self.model, serving, self.engine, pricing_for(self.cluster))
         return self._token(served, pp, dp, batch), *self._prompt(served, pp, dp)
 
@@ -682,10 +679,10 @@ class _Space:
         all groups of sequences (`timing` has the same for one layout)."""
         layers, group = self.model.layers, np.ceil(batch / pp)
         through = served.decode_pass(group, self.workload.prompt + self.workload.output / 2)
-        block, ends = sum(through.block.values()), through.head + through.host
+        block = sum(through.block.values())
         hop = _hop(served.pricing, pp, group * self.model.hidden * 2.0, served.layout.tp * dp)
-        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
-        once = layers * block + ends + pp * hop
+        slowest = _slowest(through, layers, pp, block) + hop
+        once = layers * block + through.head + through.host + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
 
     def _prompt(self, served: ServedModel, pp: Num, dp: Num) -> tuple[Num, Num]:
@@ -695,18 +692,16 @@ class _Space:
         pieces = ceil(prompt / CHUNK)
         one, whole = (served.prefill_pass(1.0, tokens) for tokens in (prompt / pieces, prompt))
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
-        ends = one.head + one.host
         hop = _hop(served.pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, served.layout.tp * dp)
-        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
-        return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
+        slowest = _slowest(one, layers, pp, block) + hop
+        return layers * block + one.head + one.host + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
     def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> RequestSeconds[Num]:
         """Means over `clients` in one replica, at most `batch` sequences at a time. busy: of a prompt, seconds of the
         busiest stage; the others work on other prompts meanwhile."""
         together = self.engine.most_tokens / self.workload.prompt
-        running = np.minimum(batch, clients)
-        stream = self.engine.stream_s
-        return closed_loop(token, read, busy, running, clients, self.workload.output, together, stream)
+        loop = np.minimum(batch, clients), clients, self.workload.output, together, self.engine.stream_s
+        return closed_loop(token, read, busy, *loop)
 
     def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
         """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with
@@ -815,6 +810,11 @@ class _Space:
             return any(self.split(kind, curve=False)[0] for kind in self.types)
         except UserError:  # links between nodes that are not known
             return False
+
+
+def _slowest(through: PassSeconds, layers: int, pp: Num, block: Num) -> Num:
+    """Seconds of the slowest stage (`DecodeStrategy` has the same for one layout). block: seconds of a block."""
+    return np.maximum(np.ceil(layers / pp) * block, layers // pp * block + through.head) + through.host / pp
 
 
 def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:

@@ -481,7 +481,8 @@ def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
 def _longest(plan: UnitPlan, served: ServingSetup, room: float) -> int:
     """Tokens that each of the sequences may have, whole pages, at most as many as the model knows positions."""
     most = plan.model.max_positions
-    one_each = max(1, served.batch * page_bytes(plan, served.page, most))  # 0 on a stage without blocks
+    page = page_bytes(plan, served.page, most, served.cache_type, served.engine)
+    one_each = max(1, served.batch * page)  # 0 on a stage without blocks
     pages = min(-(-most // served.page), int(room // one_each))
     fitting = bisect_right(
         range(1, pages + 1), room, key=lambda n: held_by(plan, replace(served, context=n * served.page, cache=0)).total

@@ -367,11 +367,8 @@ def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine:
 def _fused_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     heads, kv, width = core.heads / shape.tp, np.maximum(core.kv_heads / shape.tp, 1), core_width(core)
     kernels = tally.kernels
-    slower = (
-        1.0
-        if engine.attention_kernel == "measured"
-        else kernels.constants.value(f"{engine.attention_kernel}_attention")
-    )
+    which = engine.attention_kernel
+    slower = 1.0 if which == "measured" else kernels.constants.value(f"{which}_attention")
     # Context parallelism balances the causal mask over the ranks (zigzag): each has half of its rectangle.
     window = core.window * (core.window < np.asarray(shape.keys))
     of_heads = (heads, kv, width)

@@ -50,7 +50,8 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
         todo = [(f"blocks.{layer + i}", what, seconds) for i in range(count) for what, seconds in block]
         layer += count
         if stage == len(counts) - 1:
-            todo += [("head", HEAD, float(through.head)), ("", HOST, float(through.host))]
+            todo.append(("head", HEAD, float(through.head)))
+        todo.append(("", HOST, float(through.host) / len(counts)))
         if len(counts) > 1:
             todo.append(("", MESSAGE, strategy.hop(group)))
         for part, what, seconds in todo:

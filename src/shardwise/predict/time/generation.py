@@ -91,7 +91,7 @@ class DecodeStrategy:
         """The model on a stage's ranks."""
         layout, dtype = self.layout, self.layout.dtype
         serving = ServingLayout(
-            self.weights or dtype, self.cache or dtype, layout.tp, 1, dtype, layout.ep, layout.expert_tp
+            self.weights or dtype, self.cache or dtype, layout.tp, layout.pp, dtype, layout.ep, layout.expert_tp
         )
         return ServedModel(self.model, serving, self.engine, self.pricing)
 
@@ -217,11 +217,10 @@ class DecodeStrategy:
         return DecodeTime(sum(parts.values()), parts)
 
     def _stage_seconds(self, through: PassSeconds) -> list[float]:
-        """Seconds of each stage. The host's work for a pass is counted with the last one, which chooses tokens."""
-        one = float(sum(through.block.values()))
-        layers = stages(self.model, self.layout).layers
-        seconds = [count * one for count in layers]
-        seconds[-1] += float(through.head + through.host)
+        """Seconds of each stage, its host's included."""
+        one, host = float(sum(through.block.values())), float(through.host) / self.layout.pp
+        seconds = [count * one + host for count in stages(self.model, self.layout).layers]
+        seconds[-1] += float(through.head)
         return seconds
 
     def hop(self, tokens: int) -> float:

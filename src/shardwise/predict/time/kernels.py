@@ -39,6 +39,7 @@ class Kernels:
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
         self._surfaces = {dtype: surface_of(form) for dtype, form in constants.matmul.items()}
+        self._numbers = lru_cache(maxsize=1 << 16)(self._of_arrays)
         self._latency = constants.values.get("pass_s", constants.form("bfloat16")["latency_s"])
 
     def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0, turned: str = "",
@@ -62,7 +63,12 @@ class Kernels:
         return np.maximum(seconds, moved / (self.constants.bandwidth * self.constants.form(dtype)["bandwidth_share"]))
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
-        """Seconds of a product that runs alone, as it was measured."""
+        """Seconds of a product that runs alone, as it was measured; of numbers, which searches repeat, once."""
+        if np.ndim(m) == np.ndim(n) == np.ndim(k) == np.ndim(batch) == 0:
+            return self._numbers(float(m), float(n), float(k), dtype, float(batch))
+        return self._of_arrays(m, n, k, dtype, batch)
+
+    def _of_arrays(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         m, n, k, batch = (np.asarray(x, dtype=float) for x in (m, n, k, batch))
         form = self.constants.form(dtype)
         peak = self.constants.peak(dtype) * self.constants.plateau(dtype) * self.constants.value("clock")
@@ -83,11 +89,14 @@ class Kernels:
         sums = {split: split * 8.0 * m * n / self.constants.bandwidth for split in splits}
         down = {rows: batch * np.ceil(m / rows) for rows in {tile[0] for tile in form["tiles"]}}
         across = {columns: np.ceil(n / columns) for columns in {tile[1] for tile in form["tiles"]}}
+        least = min(down)
+        part = np.minimum(m / least, 1.0)  # beyond one wave, kernels for few rows work on these alone
         for rows, columns, efficiency in form["tiles"]:
             tiles = down[rows] * across[columns]
             one = 2.0 * rows * columns * sms / (peak * efficiency)
             for split in splits:
-                seconds = np.ceil(tiles * split / sms) * one * depths[split]
+                waves = np.ceil(tiles * split / sms)
+                seconds = (np.maximum(waves * part, 1.0) if rows == least else waves) * one * depths[split]
                 if split > 1:
                     seconds = seconds + sums[split] + form["split_latency_s"]
                     seconds = seconds if every else np.where(alone, seconds, np.inf)

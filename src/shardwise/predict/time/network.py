@@ -240,22 +240,25 @@ class _Named:
 
 class _Curve:
     """Seconds by size: the cheapest algorithm's price times what was measured over it, and more. Sampled at powers of
-    two, each when a size next to it is asked for."""
+    two; a price is the least of lines in the size, straight between the samples but where the least changes."""
 
     def __init__(self, prices: Pricer | _Named, names: list[str], over: NDArray, more: float) -> None:
-        self._prices, self._names, self._over, self._more = prices, names, over, more
-        self._seconds = np.full(len(_SIZES), np.nan)
+        cheapest = [min(prices.pick(float(size), name)[1].seconds for name in names) for size in _SIZES]
+        self._seconds = rising(np.array(cheapest) * over + more)
 
     def at(self, nbytes: Num) -> Num:
-        """A price is the least of lines in the size: straight between the samples but where the least changes."""
-        above = np.clip(np.searchsorted(_SIZES, nbytes), 1, len(_SIZES) - 1)
-        if np.isnan(self._seconds[above] + self._seconds[above - 1]).any():
-            asked = np.bincount(np.ravel(above), minlength=len(_SIZES)) > 0
-            for i in np.flatnonzero(asked | np.append(asked[1:], False)).tolist():
-                if np.isnan(self._seconds[i]):
-                    cheapest = min(self._prices.pick(float(_SIZES[i]), name)[1].seconds for name in self._names)
-                    self._seconds[i] = cheapest * self._over[i] + self._more
         return np.interp(nbytes, _SIZES, self._seconds)
+
+
+def rising(readings: NDArray) -> NDArray:
+    """Isotonic regression: where a reading is above a later one, all between count as their mean."""
+    pools: list[list[float]] = []
+    for reading in readings.tolist():
+        pool = [reading]
+        while pools and sum(pools[-1]) / len(pools[-1]) > sum(pool) / len(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    return np.concatenate([np.full(len(pool), sum(pool) / len(pool)) for pool in pools])
 
 
 def _names(prices: Pricer, ranks: int) -> list[str]:

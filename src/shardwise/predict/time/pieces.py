@@ -174,10 +174,8 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
         for kind in tally.forward
     }
     ahead, back = _tensor(part, model, shape, split, engine, pricing, tally)
-    around, merged = (
-        _context(model, shape, split, engine, pricing, tally),
-        _merged(model, shape, split, engine, pricing),
-    )
+    around = _context(model, shape, split, engine, pricing, tally)
+    merged = _merged(model, shape, split, engine, pricing)
     ahead, back = ahead + around[0] + merged[0], back + around[1] + merged[1]
     parts["tensor"] = ahead + back
     busy = sum(parts.values())

@@ -52,7 +52,7 @@ def closed_loop(
     served = read + (output - 1) * token + others
     reading = others / served
     queued: Num = (group - 1) / 2 * busy + reading / (2 - 2 * reading) * group * busy
-    queued = np.minimum(queued, others) if output > 1 else others / 2
+    queued = np.minimum(queued, others) if output > 1 else others
     late = np.maximum(running * output * stream - served, 0.0)
     served = served + late
     queued = queued + (late / 2 if output > 1 else late)

@@ -273,11 +273,8 @@ class ServedModel:
 
     def _grouped(self, products: Sequence[_Products]) -> tuple[Num, Sequence[_Products]]:
         """Seconds of routed experts in one launch, where the engine has one, and the other products."""
-        mine, known, weights = (
-            [o for o in products if o.routing is not None],
-            self.pricing.constants,
-            self.layout.weights,
-        )
+        mine = [o for o in products if o.routing is not None]
+        known, weights = self.pricing.constants, self.layout.weights
         if not mine or not self.engine.grouped_experts:
             return 0.0, products
         form = known.expert_form(self.engine.grouped_experts, weights)

@@ -248,10 +248,8 @@ class PricedStep:
         model, split, layers = self.model, self.split, self.model.layers
         blocks, routed = block_parameters(model, split)
         shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
-        of_shard, table = (
-            blocks / shards + routed / split.expert_shard,
-            table_held(model, split, self.engine, trained=True),
-        )
+        of_shard = blocks / shards + routed / split.expert_shard
+        table = table_held(model, split, self.engine, trained=True)
         known = split, self.engine, self.pricing
         of_block = added_seconds((blocks + routed) / layers, of_shard / layers, *known)
         return of_block, added_seconds(table, table / shards, *known)
