@@ -6,6 +6,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.legality import check_positions
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.predict.fixing import SCHEDULES
@@ -36,13 +37,9 @@ def why_not_planned(model: Model) -> str | None:
 
 def check_sequences(model: Model, workload: Workload) -> None:
     """Raise `UserError` for sequences that a model does not take."""
-    if isinstance(model, Blueprint):
+    if model.trace:
         check_row_length(model, workload)
-    elif workload.seq > model.max_positions and model.positions == "learned":
-        raise UserError(
-            f"sequences of {workload.seq} tokens exceed the {model.max_positions} learned positions of "
-            f"{model.name}; use at most {model.max_positions}"
-        )
+    check_positions(model, workload.seq)
 
 
 @cache
