@@ -56,7 +56,7 @@ def space_for(
         profile = replace(profile, features=replace(profile.features, recompute=("none",)))
     if settings.modules:
         raise UserError("no search has the time of recomputed modules: leave them out; estimate has their memory")
-    if model.trace:
+    if isinstance(model, Blueprint):
         check_piped(fixed.get("pp", 1), model)
         features = TRACED if piped(model) else replace(TRACED, schedules=())
         profile = replace(profile, features=profile.features.common(features))

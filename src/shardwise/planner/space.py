@@ -19,16 +19,16 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import APART
 from shardwise.layout.layout import cut_layout, traced_cut
-from shardwise.layout.legality import valid_ep
+from shardwise.layout.legality import check_positions, valid_ep
 from shardwise.layout.pipeline import splits_backward
 from shardwise.model.parameters import Model, blueprint
 from shardwise.options import runs_text
 from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
-from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
+from shardwise.predict.supported import check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.traced_layout import SearchedCut, searched_cuts, searched_tp
+from shardwise.predict.traced_layout import SearchedCut, check_row_length, searched_cuts, searched_tp
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.plan import BARE_ENDS, StageLayers
@@ -240,7 +240,9 @@ class Space:
         if reason := self.features.objection(self.fixed):
             raise UserError(f"{self.engine.name} cannot run {words_of(self.fixed)}: {reason}")
         check_size(self.cluster)
-        check_sequences(self.model, self.workload)
+        if self.model.trace:
+            check_row_length(self.model, self.workload)
+        check_positions(self.model, self.workload.seq)
 
     @property
     def features(self) -> Features:

@@ -23,8 +23,6 @@ from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.layout.serving import check_generation, plan_of, rows_here
 from shardwise.model import ModelConfig
 from shardwise.model.formats import stored_bytes, weight_format
-from shardwise.model.operations import AttentionCore
-from shardwise.model.parameters import blueprint
 from shardwise.ops.limits import BYTE_ROWS, SCORES, WIDE_OUTPUTS, row_int8_bytes, tiled_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
@@ -290,18 +288,8 @@ def _page_of_blocks(model: ModelConfig, layout: Layout, served: ServingSetup, bl
     block = cache_shape(model, layout.tp).numbers * slots * each
     if served.engine is None or not served.engine.windowed_cache:
         return math.ceil(len(blocks) * block)
-    windows = (_windows(model)[i] or served.context for i in blocks)
+    windows = (model.layer_window(i) or served.context for i in blocks)
     return math.ceil(sum(min(1.0, window / served.context) for window in windows) * block)
-
-
-@lru_cache
-def _windows(model: ModelConfig) -> tuple[int, ...]:
-    """Tokens that each block attends to at most; 0 for all."""
-    found: list[int] = []
-    for part in blueprint(model).of_kind("block"):
-        window = next((o.window for o in part.operations if isinstance(o, AttentionCore)), 0)
-        found += [window] * part.count
-    return tuple(found)
 
 
 def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE, context: int = 0) -> int:
