@@ -296,13 +296,14 @@ def compare(
 def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked, engine: str) -> Generated:
     check_generation(layout, model, cluster.devices)
     each = sequences_of(layout, asked.batch)
-    strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
+    weights = "int8" if asked.int8 else ""
+    strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, weights or None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
     around = middle.range(pricing_for(cluster), routed=bool(model.experts))
     other = None if engine in OWN else engine_of(engine)
     caches = [
         fit_on_cluster(
-            model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8, engine=other), cluster
+            model, layout, ServingSetup(length, each, chunk=asked.chunk, weights=weights, engine=other), cluster
         )
         for length in (asked.prompt, asked.prompt + asked.output)
     ]
