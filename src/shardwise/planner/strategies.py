@@ -16,7 +16,7 @@ from shardwise.layout.serving import check_generation, check_length, plan_of, re
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
-from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, DecodeTime, pricing_for
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
@@ -239,9 +239,12 @@ class StrategyComparison(Json):
 
 
 def usual_server(cluster: Cluster) -> str:
-    """The profile that is assumed for generation where none is named."""
+    """The profile that is assumed for generation where none is named: on CPUs, of which others say nothing, this
+    project's own."""
+    if cluster.device.kind == "cpu":
+        return own_engine(cluster)
     known = accelerators().devices.get(cluster.device.name)
-    return usual_engine(cluster, ENGINE if known is None or known.ports else ELSEWHERE)
+    return ENGINE if known is None or known.ports else ELSEWHERE
 
 
 def serving_engine(name: str) -> EngineProfile:
