@@ -192,6 +192,11 @@ class Layout(Keys):
         return cls(**read(text, f"layout {text!r}"))
 
 
+def with_replicas(layout: Layout, count: int) -> Layout:
+    """The layout with another number of replicas. Raises `LayoutError` where other keys need theirs."""
+    return replace(layout, dp=count)
+
+
 def with_stage(layout: Layout, zero: int) -> Layout:
     """The layout under another ZeRO stage, without the keys that the stage does not have. Raises `LayoutError`."""
     return replace(layout, zero=zero, **defaults(*(key.name for key in KEYS.values() if key.stage > zero)))

@@ -7,6 +7,7 @@ from math import log
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.layout import with_replicas
 from shardwise.planner.plan import Plan
 from shardwise.predict.step_seconds import StepTiming, step_seconds
 from shardwise.report import time_parts
@@ -22,7 +23,7 @@ def grown(best: Plan) -> Growth:
     replicas = 1
     while replicas <= best.workload.batch:
         with suppress(UserError):
-            layout = replace(best.winner.layout, dp=replicas)
+            layout = with_replicas(best.winner.layout, replicas)
             nodes = -(-layout.ranks // best.cluster.devices_per_node)
             timing = step_seconds(
                 best.model, layout, best.workload, replace(best.cluster, nodes=nodes), engine=best.engine
