@@ -107,6 +107,11 @@ def test_private_words_only_fall() -> None:
     assert {word: count for word, count in counts.items() if count > WORDS[word]} == {}
 
 
+def test_few_lines_ask_which_class_a_model_is() -> None:
+    asks = re.compile(r"isinstance\([a-z_.]*, (?:ModelConfig|Blueprint)\)")
+    assert sum(len(asks.findall(source)) for source in SOURCES.values()) <= 26, "ask for what both have"
+
+
 def test_pieces_are_seen() -> None:
     sources = {
         "a": "from b import f\n\ndef _one():\n    return f()\n\nx = _one()\n",

@@ -87,12 +87,13 @@ def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
     tables = {name for u in plan.units for name in (p.name for p in u.placed) if name.startswith("embedding.")}
     matrices = [p for u in plan.units for p in u.placed if p.name not in tables and len(p.shape) == 2]
     assert tied != any(p.name.startswith("head.") for p in matrices)
-    saved = weight_bytes(plan) - weight_bytes(plan, int8=True)
+    saved = weight_bytes(plan) - weight_bytes(plan, weights="int8")
     assert saved == sum(p.numel - 2 * p.shape[0] for p in matrices)
     tiled = sum(-(-p.shape[0] // 48) * 48 * 512 + 12 * p.shape[0] for p in matrices)
-    assert weight_bytes(plan, int8=True, cpu=True) == weight_bytes(plan) - sum(2 * p.numel for p in matrices) + tiled
+    whole = weight_bytes(plan) - sum(2 * p.numel for p in matrices)
+    assert weight_bytes(plan, weights="int8", cpu=True) == whole + tiled
     with pytest.raises(UserError, match="zero=0 with int8"):
-        fit("dp=2,zero=3", ServingSetup(64, int8=True))
+        fit("dp=2,zero=3", ServingSetup(64, weights="int8"))
 
 
 @given(
@@ -102,7 +103,8 @@ def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
 )  # fmt: skip
 @example("tp=2", 1e6, 50, 16, False, "float8_e4m3fn")
 def test_the_largest_that_fits_fits_and_one_page_more_does_not(text, room, batch, page, int8, cache):
-    served = ServingSetup(64, batch, page, int8=int8 and "zero" not in text, cache_type=cache)
+    weights = "int8" if int8 and "zero" not in text else ""
+    served = ServingSetup(64, batch, page, weights=weights, cache_type=cache)
     found = fit(text, served, room)
     if found.largest_context:
         assert fit(text, replace(served, context=found.largest_context), room).fits

@@ -172,10 +172,11 @@ def test_int8_takes_the_bytes_that_were_predicted(precision, model, split):
     script = Script(model, str(layout), asked(True, 1), JOB | {"quantize": "int8"})
     for rank, told in enumerate(run_ranks("harness.turn_jobs:follow", layout.ranks, script)):
         plan = unit_plan(model, layout, Workload(), rank=rank)
-        predicted = weight_bytes(plan, int8=True, cpu=True)
+        predicted = weight_bytes(plan, weights="int8", cpu=True)
         if precision == "fp32":
             assert told.weights == predicted
         elif FbgemmInt8.serves(torch.bfloat16, torch.device("cpu")):
-            assert told.weights == predicted and told.passing <= passing_bytes(plan, ServingSetup(**JOB, int8=True))
+            setup = ServingSetup(**JOB, weights="int8")
+            assert told.weights == predicted and told.passing <= passing_bytes(plan, setup)
         else:
             assert told.weights <= predicted

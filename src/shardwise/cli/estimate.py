@@ -38,7 +38,6 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.model_size import size_json, size_words
-from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model, count
 from shardwise.predict.cluster_links import link_lines, links_line, with_links
 from shardwise.records import dataclass
@@ -240,7 +239,7 @@ def _lines(report: StepReport, step: EstimatedStep, observed: bool, verbose: boo
         yield tables.communication_table(report)
         yield "--verbose has the ledger: every collective of the step\n"
     yield from balance_lines(report)
-    if layout.inner_ranks != layout.tp and isinstance(model, ModelConfig):
+    if layout.inner_ranks != layout.tp:
         from shardwise.predict.tensor_kinds import tensor_kinds
 
         if kinds := tensor_kinds(model, layout, workload, cluster):

@@ -38,7 +38,6 @@ from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
-from shardwise.model import ModelConfig
 from shardwise.model.blueprint_file import configuration
 from shardwise.model.parameters import Model
 from shardwise.predict.cluster_links import link_lines, with_links
@@ -399,7 +398,7 @@ def _refusal(space: Space, layout: Layout, workload: Workload | None = None) -> 
 def next_lines(args: Any, best: Plan) -> Iterator[str]:
     """The command that runs the best layout, and the options that show more."""
     more = "more: --why, --links, --all"
-    if not isinstance(best.model, ModelConfig) and configuration(best.model) is None:
+    if best.model.trace and configuration(best.model) is None:
         yield f"next: split(module, {str(best.winner.layout)!r}) in Python; {more}"
     elif best.none_runs or best.not_runnable(best.winner):
         yield f"next: --emit ENGINE for the flags of an engine that runs it; {more}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cli.declare import leave_out
-from shardwise.cli.models import model_of, subject_of
+from shardwise.cli.models import model_of, traced_of
 from shardwise.cli.output import print_result
 from shardwise.cli.plan_emit import profile_of
 from shardwise.cli.workloads import workload_of
@@ -36,15 +36,13 @@ def run(args: Any) -> int:
     others = "fix reserve tokens pue host_watts mtbf save restart deadline host_memory network emit out find by "
     others += "rate ttft tpot why links all"
     leave_out(args, others, message)
+    if not args.serve and (traced := traced_of(args)):
+        raise UserError(f"{traced.name} is a traced module: give --cluster, such as 8xH100")
+    model = model_of(args)
     if args.serve:
-        model = model_of(args)
         workload, notes = usual_serving(model, args.prompt, args.output, args.concurrency)
         needs = serving_needs(model, workload, profile_of(args), args.price)
     else:
-        subject = subject_of(args)
-        if not isinstance(subject, ModelConfig):
-            raise UserError(f"{subject.name} is a traced module: give --cluster, such as 8xH100")
-        model = subject
         workload, notes = workload_of(args, model)
         needs = training_needs(model, workload, profile_of(args), args.price)
     data = {

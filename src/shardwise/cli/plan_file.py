@@ -23,7 +23,7 @@ FORMAT = "shardwise plan 1"
 
 def write_plan(out: str, plan: Plan) -> list[str]:
     """Write a plan of a model with a configuration. Returns the lines that say so. Raises `UserError`."""
-    if not isinstance(plan.model, ModelConfig):
+    if plan.model.trace:
         raise UserError("--out writes plans that train can run; a traced module has split: leave it out")
     device = plan.cluster.device
     about = {

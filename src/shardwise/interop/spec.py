@@ -271,12 +271,13 @@ class EngineSpec:
 
     def objection(self, model: Model) -> str:
         """Why the engine does not support a model; empty where it does."""
-        if isinstance(model, Blueprint) and self.says_model:
+        module = isinstance(model, Blueprint)
+        if module and self.says_model:
             others = [
                 one.name for one in specs().values() if one.file and not one.says_model and not one.objection(model)
             ]
             return f"its file describes a model, and a traced module has its code: choose {' or '.join(others)}"
-        known = {"module": isinstance(model, Blueprint), "model": model, "options": self.options, "catalog": catalog()}
+        known = {"module": module, "model": model, "options": self.options, "catalog": catalog()}
         names = Names(model, **self.functions, **known)
         return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
 

@@ -16,7 +16,6 @@ from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from shardwise.layout.layout import Layout
     from shardwise.layout.unit import Unit
     from shardwise.layout.units import UnitPlan
 
@@ -37,14 +36,9 @@ SLOTS = 2
 """States in a file: that of the last step, and that of the step before, which the next update overwrites."""
 
 
-def offloaded_elements(layout: Layout, elements: int) -> int:
-    """Elements of an interval whose optimizer state is offloaded: its last ones."""
-    return math.ceil(elements * layout.offload_fraction)
-
-
 def offloaded(plan: UnitPlan, unit: Unit) -> int:
     """Elements of a unit's interval, its last ones, whose optimizer state is not on the device."""
-    return offloaded_elements(plan.layout, unit.shard_numel) if plan.trains and not unit.frozen else 0
+    return math.ceil(unit.shard_numel * plan.layout.offload_fraction) if plan.trains and not unit.frozen else 0
 
 
 def paged(nbytes: int) -> int:

@@ -20,7 +20,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.adapters import is_narrow
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import NF4, block_inputs
-from shardwise.model.parameters import blueprint
+from shardwise.model.parameters import Model, blueprint
 
 
 def valid_tp(model: ModelConfig, limit: int = 1024) -> list[int]:
@@ -39,7 +39,7 @@ def valid_ulysses(model: ModelConfig, tp: int) -> list[int]:
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
 
 
-def valid_ep(model: ModelConfig, ranks: int) -> list[int]:
+def valid_ep(model: Model, ranks: int) -> list[int]:
     """Expert-parallel degrees: those that divide the model's experts and the `ranks` of a stage (dp x cp x tp)."""
     most = gcd(model.experts.count, ranks) if model.experts else 1
     return [degree for degree in range(1, most + 1) if most % degree == 0]
@@ -94,11 +94,9 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         _check_sequence(layout, model, workload)
 
 
-def suited(layout: Layout, model: object) -> tuple[Layout, tuple[str, ...]]:
+def suited(layout: Layout, model: Model) -> tuple[Layout, tuple[str, ...]]:
     """The layout with the attention that the model needs, and a sentence where that is another one than it has."""
-    if not isinstance(model, ModelConfig) or model.counted or not model.attention_dropout:
-        return layout, ()
-    if layout.attention != "sdpa":
+    if model.counted or not model.attention_dropout or layout.attention != "sdpa":
         return layout, ()
     why = f"attention=math: {model.name} drops attention probabilities, which fused kernels do not"
     return replace(layout, attention="math"), (why,)
@@ -163,12 +161,17 @@ def _nearest(layout: Layout, ranks: int) -> str:
     return f"tp x pp x cp = {rest} would have to divide {ranks}"
 
 
-def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> None:
-    if workload.seq > model.max_positions and model.positions == "learned":
+def check_positions(model: Model, seq: int) -> None:
+    """Raise `LayoutError` for sequences of more tokens than a model has learned positions."""
+    if seq > model.max_positions and model.positions == "learned":
         raise LayoutError(
-            f"sequences of {workload.seq} tokens exceed the {model.max_positions} learned positions of {model.name}; "
+            f"sequences of {seq} tokens exceed the {model.max_positions} learned positions of {model.name}; "
             f"use at most {model.max_positions}"
         )
+
+
+def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> None:
+    check_positions(model, workload.seq)
     if layout.cp > 1:
         if workload.seq < 2 * layout.cp:
             raise LayoutError(
@@ -184,9 +187,9 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
         )
 
 
-def beyond_positions(model: object, seq: int) -> tuple[str, ...]:
+def beyond_positions(model: Model, seq: int) -> tuple[str, ...]:
     """A sentence on sequences longer than a model's positions, which rotary ones do not forbid; nothing for others."""
-    if not isinstance(model, ModelConfig) or seq <= model.max_positions:
+    if seq <= model.max_positions:
         return ()
     return (
         f"sequences of {seq:,} tokens are longer than the {model.max_positions:,} positions of {model.name}: counted "

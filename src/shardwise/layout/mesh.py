@@ -31,7 +31,6 @@ from shardwise.layout.axes import (
     Axes,
 )
 from shardwise.layout.experts import expert_places
-from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.records import dataclass
 
@@ -56,9 +55,7 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: Layout, model: Model) -> Mesh:
-        """The mesh of a model. A user's module has as many key/value heads as ranks, or more (`layout.styles`)."""
-        if isinstance(model, Blueprint):
-            return cls(layout)
+        """The mesh of a model."""
         return cls(layout, max(1, layout.inner_ranks // model.kv_heads))
 
     @cached_property

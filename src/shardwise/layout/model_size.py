@@ -1,6 +1,5 @@
 """Size of a model in a headline: parameters, and the active ones of a token where there are experts."""
 
-from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model, count_parts
 from shardwise.report.units import format_count
 
@@ -9,7 +8,8 @@ def size_words(model: Model) -> str:
     """`8.03B parameters`, `117B parameters (5.13B active)` of a model with experts, and what its files have besides."""
     total, _, active = count_parts(model)
     used = f" ({format_count(active)} active)" if active != total else ""
-    more = f" and {format_count(extra)} for multi-token prediction" if (extra := _predicting(model)) else ""
+    extra = model.counted.predicting if model.counted else 0
+    more = f" and {format_count(extra)} for multi-token prediction" if extra else ""
     return f"{format_count(total)} parameters{used}{more}"
 
 
@@ -22,9 +22,6 @@ def named_size(model: Model) -> str:
 def size_json(model: Model) -> dict[str, int]:
     """Numbers of all parameters, and of those that one token uses."""
     total, _, active = count_parts(model)
-    more = {"multi_token_prediction_parameters": extra} if (extra := _predicting(model)) else {}
+    extra = model.counted.predicting if model.counted else 0
+    more = {"multi_token_prediction_parameters": extra} if extra else {}
     return {"parameters": total, "active_parameters": active, **more}
-
-
-def _predicting(model: Model) -> int:
-    return model.counted.predicting if isinstance(model, ModelConfig) and model.counted else 0

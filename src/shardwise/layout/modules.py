@@ -10,6 +10,7 @@ from shardwise.layout.legality import check_adapters, check_modes, check_narrow_
 from shardwise.layout.optimizers import check_own
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 
 _HEADLESS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering", "ForRegression")
 """Endings of names of classes that do not tell the next token."""
@@ -52,7 +53,7 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
         )
 
 
-def why_no_class(model: ModelConfig) -> str:
+def why_no_class(model: Model) -> str:
     """Reason why a model that no decoder here computes does not run by its class of transformers either, as far as its
     configuration shows; empty where it runs."""
     if model.counted is None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.layout import Layout
-from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model, blueprint
 from shardwise.records import dataclass
 from shardwise.report.step_report import Phase
 
@@ -49,20 +48,17 @@ def releases_early(layout: Layout) -> bool:
     return layout.compile != "block" and layout.recompute in ("none", "selective")
 
 
-def stages(model: ModelConfig | Blueprint, layout: Layout) -> StageLayers:
+def stages(model: Model, layout: Layout) -> StageLayers:
     """The layers of each stage. Raises `LayoutError` when there are not enough of them."""
     from shardwise.schedule.pipeline.plan import StageLayers
 
-    if isinstance(model, Blueprint):
-        layers, tied = sum(part.count for part in model.of_kind("block")), bool(model.shared)
-    else:
-        layers, tied = model.layers, model.tied
+    layers = sum(part.count for part in blueprint(model).of_kind("block"))
     try:
         if layout.stages:
-            if isinstance(model, Blueprint) and sum(layout.stages) != layers:
+            if sum(layout.stages) != layers:
                 raise UserError(f"stages={layout.stages} adds up to {sum(layout.stages)} blocks, but it has {layers}")
-            return StageLayers(layout.stages, tied)
-        return StageLayers.even(layers, layout.pp * layout.virtual, tied)
+            return StageLayers(layout.stages)
+        return StageLayers.even(layers, layout.pp * layout.virtual)
     except UserError as error:
         raise LayoutError(f"{model.name}: {error}") from None
 

@@ -309,13 +309,11 @@ def unit_plan(
     model: Model, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "shared"
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
-    if isinstance(model, Blueprint) and layout.pp > 1:
-        model = model.piped
-    if isinstance(model, Blueprint) and layout.tp == layout.ep == 1:
-        model = model.with_whole_experts
-    if isinstance(model, Blueprint) and layout.sp:
-        # What it adds is in the description; the layout's own means a decoder's stream.
-        model, layout = model.on_shards, replace(layout, sp=False)
+    if isinstance(model, Blueprint):
+        model = model.piped if layout.pp > 1 else model
+        model = model.with_whole_experts if layout.tp == layout.ep == 1 else model
+        if layout.sp:  # what it adds is in the description; the layout's own means a decoder's stream
+            model, layout = model.on_shards, replace(layout, sp=False)
     mesh = Mesh.of(layout, model)
     axes = {"tp_rank": TP, "pp_rank": PP, "cp_rank": CP, "ep_rank": EP}
     places: dict[str, Any] = {name: mesh.index(axis, rank) for name, axis in axes.items()}

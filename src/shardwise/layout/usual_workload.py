@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from shardwise.layout.workload import Workload
-from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
 from shardwise.records import dataclass
 
@@ -63,7 +62,7 @@ def usual_serving(
 ) -> tuple[Workload, tuple[str, ...]]:
     """The given numbers of a server's requests, and usual ones for None, with notes on these. clients:
     whether they count, too; 1 where not."""
-    positions, notes = getattr(model, "max_positions", PROMPT + OUTPUT), []
+    positions, notes = model.max_positions, []
     if output is None:
         output = min(OUTPUT, max(1, positions - prompt if prompt else positions // 4))
         notes.append(f"--output {output}: tokens per answer")
@@ -77,8 +76,8 @@ def usual_serving(
 
 
 def _usual_seq(model: Model) -> tuple[int, str]:
-    if isinstance(model, Blueprint):
-        return model.trace.seq if model.trace else LONGEST, "the traced length"
+    if model.trace:
+        return model.trace.seq, "the traced length"
     context = model.max_positions
     if context <= LONGEST:
         return context, f"the context length of {model.name}"

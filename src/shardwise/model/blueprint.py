@@ -11,15 +11,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardwise.codec import Json
 from shardwise.model.operations import Elementwise, Operation
 from shardwise.records import dataclass
 
 if TYPE_CHECKING:
-    from shardwise.model.config import Experts
-    from shardwise.model.lora import Lora
     from shardwise.model.trace import Trace
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
@@ -268,7 +266,22 @@ class Blueprint(Json):
         for name in self._by_name:
             yield from self.parameters_of(name)
 
-    # -- fields of a configuration, for searches over a module that has none
+    # -- what a configuration has, too
+
+    kv_heads: ClassVar[int] = 1 << 30
+    """No two ranks that cut heads have the same one (`layout.styles`)."""
+    experts: ClassVar[None] = None
+    """None that a search would split."""
+    lora: ClassVar[None] = None
+    """None that a search would price apart: a traced module's adapters are parameters like others."""
+    attention_dropout: ClassVar[float] = 0.0
+    """What it drops is in its trace."""
+    full_attention_every: ClassVar[int] = 0
+    """Its blocks are as they were traced."""
+    counted: ClassVar[None] = None
+    positions: ClassVar[str] = ""
+    max_positions: ClassVar[int] = 1 << 24
+    """Its rows are those of its trace."""
 
     @cached_property
     def layers(self) -> int:
@@ -279,25 +292,8 @@ class Blueprint(Json):
         """Both ends of a traced module are one root without a pipeline; under one, where they share a parameter."""
         return self.trace is not None
 
-    @property
-    def experts(self) -> Experts | None:
-        """None that a search would split."""
-        return None
-
-    @property
-    def lora(self) -> Lora | None:
-        """None that a search would price apart: a traced module's adapters are parameters like others."""
-        return None
-
-    @property
-    def attention_dropout(self) -> float:
-        """What it drops is in its trace."""
-        return 0.0
-
-    @property
-    def full_attention_every(self) -> int:
-        """Its blocks are as they were traced."""
-        return 0
+    def why_not_runnable(self) -> None:
+        """No reason: its code computes it."""
 
     @cached_property
     def freezes(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError, os_errors
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 from shardwise.small_files import read_small
 
 FORMAT = "shardwise blueprint"
@@ -40,9 +41,9 @@ def read_blueprint(path: str) -> Blueprint | None:
     return _moved(Blueprint.from_json(data), lambda source: os.path.normpath(file.resolve().parent / source))
 
 
-def configuration(model: object) -> Mapping[str, Any] | None:
+def configuration(model: Model | None) -> Mapping[str, Any] | None:
     """The config.json of a traced class of transformers; None for other models."""
-    trace = model.trace if isinstance(model, Blueprint) else None
+    trace = model.trace if model else None
     return trace.source.config if trace and trace.source else None
 
 

@@ -7,7 +7,7 @@ read.
 
 import math
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from shardwise.codec import Json
 from shardwise.errors import UserError
@@ -236,6 +236,8 @@ class ModelConfig(Json):
     that there are."""
     published_params: float | None = None
     """The parameter count that the model's authors state, for comparison only."""
+    trace: ClassVar[None] = None
+    """Its steps follow from its sizes."""
 
     def __post_init__(self) -> None:
         if not self.kv_heads:

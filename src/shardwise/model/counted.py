@@ -2,11 +2,9 @@
 
 import json
 from dataclasses import asdict, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.model.blueprint import Part
-from shardwise.model.operations import AttentionCore
 from shardwise.records import dataclass
 
 CacheType = Literal["full", "window", "latent", "indexed", "compressed", "linear", "none"]
@@ -65,12 +63,6 @@ class Counted:
 
             text = json.dumps([asdict(part) for part in self.parts])
             object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
-
-    @cached_property
-    def windows(self) -> tuple[int, ...]:
-        each = [(p.count, next((o.window for o in p.operations if isinstance(o, AttentionCore)), 0)) for p in self.parts
-                if p.kind == "block"]  # fmt: skip
-        return tuple(window for count, window in each for _ in range(count))
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ whole square, the convention of PaLM and Megatron-LM, for comparisons with what 
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from shardwise.model.blueprint import Blueprint
-from shardwise.model.config import ModelConfig
+from shardwise.model.blueprint import Blueprint, PartKind
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import Model, blueprint
 
@@ -20,7 +19,7 @@ MFU = "MFU counts causal attention once, which is half of the square"
 """Note beside every MFU: which FLOPs of attention `training_flops_per_token` counts."""
 
 
-def matmul_parameters(config: ModelConfig) -> int:
+def matmul_parameters(config: Model) -> int:
     """Matrix elements that one token is multiplied with.
 
     Projections, feed-forward (of the experts, the router and those that are active) and output head; a tied head
@@ -30,7 +29,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     return sum(part.count * op.elements for part in parts for op in part.operations if isinstance(op, LinearOp))
 
 
-def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
+def attention_flops_per_token(config: Model, seq: int, causal: bool = True) -> int:
     """Forward FLOPs of the products QKᵀ and PV for one token of a sequence of `seq` tokens, all layers.
 
     4 · layers · heads · head_dim · (seq + 1) / 2: a token attends to itself and those before it. Without `causal` to
@@ -41,13 +40,14 @@ def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = True
     return sum(count * op.flops_per_token(seq, causal) for count, op in cores)
 
 
-def forward_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
-    """FLOPs of one forward pass, for one token of a sequence of `seq`: 2 for each matrix element, and attention."""
-    parts = blueprint(config).parts
+def forward_flops_per_token(config: Model, seq: int, causal: bool = True, kind: PartKind | None = None) -> int:
+    """FLOPs of one forward pass, for one token of a sequence of `seq`: 2 for each matrix element, and attention. kind:
+    of parts of this kind alone."""
+    parts = blueprint(config).of_kind(kind) if kind else blueprint(config).parts
     return sum(part.count * op.flops_per_token(seq, causal) for part in parts for op in part.operations)
 
 
-def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
+def training_flops_per_token(config: Model, seq: int, causal: bool = True) -> int:
     """Model FLOPs of a forward and a backward pass, for one token of a sequence of `seq`. For MFU.
 
     Backward costs twice the forward: a gradient of inputs and one of weights, but none of weights that are frozen.
@@ -61,7 +61,7 @@ def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = True)
     return 3 * forward_flops_per_token(config, seq, causal) - 2 * frozen
 
 
-def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none", causal: bool = True) -> int:
+def hardware_flops_per_token(config: Model, seq: int, recompute: Recompute = "none", causal: bool = True) -> int:
     """FLOPs that the device does for one token of a training step, those of recomputation included. For HFU.
 
     recompute: "full" runs all blocks forward once more, "selective" the two products of attention (Korthikanti et al.
@@ -70,7 +70,7 @@ def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute
     again = {
         "none": 0,
         "selective": attention_flops_per_token(config, seq, causal),
-        "full": forward_flops_per_token(config, seq, causal) - 2 * config.vocab * config.hidden,
+        "full": forward_flops_per_token(config, seq, causal, "block"),
     }[recompute]
     return training_flops_per_token(config, seq, causal) + again
 
@@ -78,7 +78,7 @@ def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute
 def training_flops_per_sequence(config: Model, seq: int, causal: bool = True) -> int:
     """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens; of a traced module, those of its
     operations for a row, whatever `causal` is."""
-    if isinstance(config, Blueprint):
+    if config.trace:
         flops = traced_flops(config)
         return flops.attention + flops.rest
     return seq * training_flops_per_token(config, seq, causal)

@@ -203,7 +203,7 @@ def state_floor(space: Space) -> float:
     all parameters, spread evenly over all devices. Of frozen parameters weights alone; 0 where state may be off the
     devices, and for other engines, whose state differs."""
     model, homes = space.model, space.homes
-    if homes != ON_DEVICE or not isinstance(model, ModelConfig) or space.engine.name not in OWN:
+    if homes != ON_DEVICE or model.trace or space.engine.name not in OWN:
         return 0.0
     trained = count_trained(model)
     base = model.lora.base if model.lora else ""

@@ -13,7 +13,6 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Blueprint
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.planner.pricing import Priced
@@ -174,7 +173,7 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidat
     Sequences are tried that every cp divides, from 1024 times the odd part of the number of devices on; from 1024 on
     where that is too long.
     """
-    if isinstance(space.model, Blueprint):
+    if space.model.trace:
         raise UserError(f"{space.model.name} was traced with rows of one length; --find sequence needs a configuration")
     positions = space.model.max_positions
     learned = space.model.positions == "learned"

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.layout import Mesh
 from shardwise.layout.model_size import named_size, size_words
-from shardwise.model import ModelConfig
 from shardwise.model.flops import MFU
 from shardwise.model.parameters import count
 from shardwise.planner.common import SAME, Alternative, resembling
@@ -125,7 +124,7 @@ def _refused(plan: Plan) -> Iterator[str]:
     if plan.none_runs or plan.engine in OWN:
         return
     reasons = Counter(filter(None, map(plan.not_runnable, plan.ranked)))
-    if not reasons and isinstance(plan.model, ModelConfig):
+    if not reasons and not plan.model.trace:
         yield "`train` here runs every layout shown, but not with that software's kernels and overlaps"
     best = ", the best included" if plan.not_runnable(plan.winner) else ""
     for reason, layouts in reasons.items():

@@ -29,26 +29,17 @@ def widened(engine: EngineProfile) -> EngineProfile:
     return replace(engine, features=EVERYTHING)
 
 
-def why_none_runs(model: Model, fixed: Mapping[str, Any]) -> str:
-    """Reason why `train` can run no layout of this model with these fixed keys; empty if it can run one."""
-    if isinstance(model, Blueprint):
-        return ""
-    return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", why_no_class(model))
-
-
 def why_not_trained(layout: Layout, model: Model, workload: Workload) -> str | None:
     """Reason why `train` rejects a layout, with the fix, worded to follow the layout; None if it runs."""
     try:
         if isinstance(model, Blueprint):
             check_traced(layout, model, workload)
-            return None
-        check_run(layout, model, workload)
+        else:
+            check_run(layout, model, workload)
     except UserError as error:
-        if isinstance(model, Blueprint):
-            return f"not runnable by `split`: {error}"
         if reason := why_no_class(model):
             return f"not runnable by `train` yet: {reason}"
-        return f"not runnable by `train`: {error}"
+        return f"not runnable by `{'split' if model.trace else 'train'}`: {error}"
     return None
 
 
@@ -70,7 +61,7 @@ def space_for(
         features = TRACED if piped(model) else replace(TRACED, schedules=())
         profile = replace(profile, features=profile.features.common(features))
     here = profile.name in OWN
-    none_runs = why_none_runs(model, fixed) if here else ""
+    none_runs = re.sub(r" (is|are) counted but not runnable here( yet)?$", "", why_no_class(model)) if here else ""
     profile = widened(profile) if none_runs else profile
     if (
         here

@@ -7,7 +7,6 @@ from typing import Literal
 from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.model import ModelConfig
 from shardwise.options import runs_text
 from shardwise.planner.bounds import state_floor
 from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory, host_bound
@@ -149,9 +148,9 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
             yield f"leave {key} free ({found.layout} fits)"
     if words := offloading(space, usable):
         yield words
-    model, lora = space.model, space.model.lora
-    if lora and not lora.base and isinstance(model, ModelConfig):
-        narrow = model.replace(lora=replace(lora, base="nf4"))
+    model = space.model
+    if model.lora and not model.lora.base:
+        narrow = model.replace(lora=replace(model.lora, base="nf4"))
         if fits(replace(space, model=narrow), usable):
             yield "store frozen weights in 4 bits (--lora base=nf4)"
     if cluster := more_devices(space.cluster, lambda larger: fits(replace(space, cluster=larger), usable)):
@@ -159,7 +158,7 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
     if batch := _halved(space, usable, "batch", 1):
         yield f"cut the batch to {batch} sequence{'s' * (batch > 1)}"
     # A trace has rows of one length.
-    if isinstance(space.model, ModelConfig) and (seq := _halved(space, usable, "seq", SHORTEST)):
+    if not model.trace and (seq := _halved(space, usable, "seq", SHORTEST)):
         yield f"cut sequences to {seq} tokens"
     for name in ("H200", "B200"):
         entry = catalog.lookup(name)

@@ -19,17 +19,16 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import APART
 from shardwise.layout.layout import cut_layout, traced_cut
-from shardwise.layout.legality import valid_ep
+from shardwise.layout.legality import check_positions, valid_ep
 from shardwise.layout.pipeline import splits_backward
-from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, blueprint
 from shardwise.options import runs_text
 from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
-from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
+from shardwise.predict.supported import check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.traced_layout import searched_cuts, searched_tp, searched_with_shards
+from shardwise.predict.traced_layout import SearchedCut, check_row_length, searched_cuts, searched_tp
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.plan import BARE_ENDS, StageLayers
@@ -191,7 +190,7 @@ def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
     ep = fixed.get("ep", 1)
     if (cuts := searched_cuts(model)) is not None:
         apart = {key: fixed[key] for key in APART if key in fixed}
-        if any(apart.items() <= vars(cut).items() for cut in cuts.values()):
+        if any(apart.items() <= vars(cut.layout).items() for cut in cuts.values()):
             return ""
         known = " or ".join(cut or "neither" for cut in cuts)
         words = ",".join(f"{key}={value}" for key, value in apart.items())
@@ -241,7 +240,9 @@ class Space:
         if reason := self.features.objection(self.fixed):
             raise UserError(f"{self.engine.name} cannot run {words_of(self.fixed)}: {reason}")
         check_size(self.cluster)
-        check_sequences(self.model, self.workload)
+        if self.model.trace:
+            check_row_length(self.model, self.workload)
+        check_positions(self.model, self.workload.seq)
 
     @property
     def features(self) -> Features:
@@ -288,10 +289,10 @@ class Space:
         if self._cuts is None:
             return True
         cut = traced_cut(cut_layout({"cp": row.cp, "ep": ep}))
-        return cut in self._cuts and (not row.sp or searched_with_shards(self.model, tp, cut))
+        return cut in self._cuts and (not row.sp or tp in self._cuts[cut].sp)
 
     @cached_property
-    def _cuts(self) -> dict[str, Layout] | None:
+    def _cuts(self) -> dict[str, SearchedCut] | None:
         return searched_cuts(self.model)
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
@@ -320,10 +321,10 @@ class Space:
                 yield BatchChoice(cp, sp, recompute, micro)
 
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
-        if isinstance(self.model, Blueprint):
-            degrees = sorted({cut.ep for cut in (self._cuts or {}).values() if data * tp % cut.ep == 0})
-        else:
+        if self._cuts is None:
             degrees = valid_ep(self.model, data * tp)
+        else:
+            degrees = sorted({cut.layout.ep for cut in self._cuts.values() if data * tp % cut.layout.ep == 0})
         return (ep for ep in degrees if self.allows("ep", ep))
 
     def _shardings(self, tp: int, data: int, pp: int) -> Iterator[ZeroChoice]:
@@ -395,7 +396,7 @@ class Space:
     @cached_property
     def _head(self) -> float:
         """FLOPs of the head over those of a block, in the mean; 0 of a traced module."""
-        if isinstance(self.model, Blueprint):
+        if self.model.trace:
             return 0.0
         *blocks, head = (
             part.count * sum(op.flops_per_token(self.workload.seq, True) for op in part.operations)

@@ -16,7 +16,7 @@ from shardwise.layout.serving import check_generation, check_length, plan_of, re
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
-from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import DecodeStrategy, DecodeTime, pricing_for
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
@@ -239,9 +239,12 @@ class StrategyComparison(Json):
 
 
 def usual_server(cluster: Cluster) -> str:
-    """The profile that is assumed for generation where none is named."""
+    """The profile that is assumed for generation where none is named: on CPUs, of which others say nothing, this
+    project's own."""
+    if cluster.device.kind == "cpu":
+        return own_engine(cluster)
     known = accelerators().devices.get(cluster.device.name)
-    return usual_engine(cluster, ENGINE if known is None or known.ports else ELSEWHERE)
+    return ENGINE if known is None or known.ports else ELSEWHERE
 
 
 def serving_engine(name: str) -> EngineProfile:
@@ -296,13 +299,14 @@ def compare(
 def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked, engine: str) -> Generated:
     check_generation(layout, model, cluster.devices)
     each = sequences_of(layout, asked.batch)
-    strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
+    weights = "int8" if asked.int8 else ""
+    strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, weights or None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
     around = middle.range(pricing_for(cluster), routed=bool(model.experts))
     other = None if engine in OWN else engine_of(engine)
     caches = [
         fit_on_cluster(
-            model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8, engine=other), cluster
+            model, layout, ServingSetup(length, each, chunk=asked.chunk, weights=weights, engine=other), cluster
         )
         for length in (asked.prompt, asked.prompt + asked.output)
     ]

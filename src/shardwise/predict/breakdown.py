@@ -4,7 +4,7 @@ Every number comes from the functions that `estimate` adds up, so each table's s
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -21,7 +21,7 @@ from shardwise.layout.pipeline import stages
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.adapters import factor_of
-from shardwise.model.blueprint import Blueprint, Parameter, Part
+from shardwise.model.blueprint import Parameter, Part
 from shardwise.model.flops import (
     Recompute,
     attention_flops_per_token,
@@ -89,9 +89,6 @@ class SavedTerm:
 def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
     """Every kind of saved tensor, in the order of the forward pass; of a traced module those of equal parts, or of a
     stage, together. Their sum is the class `saved` of `predict_bytes`."""
-    if traced := trace_of(plan):
-        return tuple(_of_trace(plan, *traced))
-    s = Sizes.of(plan)
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
 
@@ -100,6 +97,10 @@ def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
             sums[kind, name] += times * nbytes
             counts[kind, name] += times
 
+    if traced := trace_of(plan):
+        _add_traced(plan, *traced, add)
+        return tuple(SavedTerm(*key, nbytes, counts[key]) for key, nbytes in sums.items())
+    s = Sizes.of(plan)
     if plan.layout.pp == 1:
         for part in plan.parts:
             add(plan.blueprint.kind(part), saved_items(plan, s, part), 1)
@@ -115,22 +116,17 @@ def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
     return tuple(SavedTerm(kind, name, nbytes, counts[kind, name]) for (kind, name), nbytes in sums.items() if nbytes)
 
 
-def _of_trace(plan: UnitPlan, trace: Trace, step: TracedStep) -> Iterator[SavedTerm]:
+def _add_traced(
+    plan: UnitPlan, trace: Trace, step: TracedStep, add: Callable[[str, dict[str, int], int], None]
+) -> None:
     if plan.layout.pp > 1:
         way, stages = most_under_way(plan), stages_of(plan)
         for stage in plan.stages:
-            count = way.saved[stage]
-            yield SavedTerm("stage", f"stage {stage}", count * stages.of(stage).saved, count)
-        if stages.lasting:
-            yield SavedTerm("stage", "buffers", stages.lasting, 1)
+            add("stage", {f"stage {stage}": stages.of(stage).saved}, way.saved[stage])
+        add("stage", {"buffers": stages.lasting} if stages.lasting else {}, 1)
         return
-    sums: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
     for name, nbytes in saved_by_part(plan, trace, step).items():
-        key = plan.blueprint.kind(name), f"of {plan.blueprint.part(name).module}"
-        sums[key] += nbytes
-        counts[key] += 1
-    yield from (SavedTerm(*key, nbytes, counts[key]) for key, nbytes in sums.items())
+        add(plan.blueprint.kind(name), {f"of {plan.blueprint.part(name).module}": nbytes}, 1)
 
 
 ARRAYS = {
@@ -251,7 +247,7 @@ def _sent(plan: UnitPlan) -> Fraction:
 def training_flops(model: Model, layout: Layout, workload: Workload) -> TrainingFlops:
     """Terms of `training_flops_per_sequence`, and what recomputation adds, for a step."""
     tokens, seq = workload.batch * workload.seq, workload.seq
-    if isinstance(model, Blueprint):
+    if model.trace:
         attention, rest, blocks = (workload.batch * flops for flops in traced_flops(model))
         return TrainingFlops(tokens, rest, attention, blocks * (layout.recompute == "full"), 0)
     total = training_flops_per_token(model, seq)
@@ -265,7 +261,7 @@ def training_flops(model: Model, layout: Layout, workload: Workload) -> Training
     )
 
 
-def _from_inputs(model: ModelConfig, layout: Layout, seq: int) -> int:
+def _from_inputs(model: Model, layout: Layout, seq: int) -> int:
     """FLOPs per token of recomputation from the first input of each stage: each block runs for all behind it, too."""
     blocks = [sum(op.flops_per_token(seq) for op in part.operations)
               for part in blueprint(model).of_kind("block") for _ in range(part.count)]  # fmt: skip

@@ -6,9 +6,8 @@ from dataclasses import replace
 from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import SequenceCut
-from shardwise.model import ModelConfig
 from shardwise.model.operations import AttentionCore
-from shardwise.model.parameters import blueprint
+from shardwise.model.parameters import Model, blueprint
 from shardwise.records import dataclass
 
 
@@ -40,7 +39,7 @@ def largest_over_mean(work: tuple[int, ...]) -> float:
     return max(work) * len(work) / sum(work)
 
 
-def context_balance(model: ModelConfig, layout: Layout, workload: Workload) -> ContextBalance:
+def context_balance(model: Model, layout: Layout, workload: Workload) -> ContextBalance:
     """The balance under a layout with cp > 1. Pairs of documents that do not see each other count, too."""
     cut = SequenceCut.of(layout, workload.seq)
     ranks, plain = range(cut.cp), replace(cut, zigzag=False)
@@ -51,7 +50,7 @@ def context_balance(model: ModelConfig, layout: Layout, workload: Workload) -> C
     return ContextBalance(cut.zigzag, flops, tuple(_flops(model, plain.places(rank)) for rank in ranks))
 
 
-def _flops(model: ModelConfig, places: Iterable[range]) -> int:
+def _flops(model: Model, places: Iterable[range]) -> int:
     """Attention FLOPs of all layers' queries at these places of a sequence."""
     runs = tuple(places)
     return sum(

@@ -67,12 +67,12 @@ def estimate(
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *assumed, *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
-        *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
+        *(model.counted.assumptions if model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *_schedule_notes(layout, roles), *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
     return StepReport(
-        source="predicted", model=model.to_json() if isinstance(model, ModelConfig) else {"name": model.name},
+        source="predicted", model={"name": model.name} if model.trace else model.to_json(),
         layout=str(layout), workload=workload.to_json(), cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
         roles=tuple(roles), time=timing.seconds if timing else None, timing=timing.to_json() if timing else None,
         notes=tuple(notes), balance=_balance(model, layout, workload), room=room.to_json(peak) if room else None,
@@ -95,7 +95,7 @@ def _schedule_notes(layout: Layout, roles: Sequence[Role]) -> list[str]:
 
 
 def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any] | None:
-    if layout.cp == 1 or not isinstance(model, ModelConfig):
+    if layout.cp == 1 or model.trace:
         return None
     from shardwise.predict.context_balance import context_balance
 
@@ -110,7 +110,7 @@ def _timed(
         return None, "no time of a step: that of recomputed modules is not modelled"
     plan = plan_of(rank=0) if layout.offloads_activations else None
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype, plan)
-    if timing is None or not settings.layers or not isinstance(model, ModelConfig):
+    if timing is None or not settings.layers or model.trace:
         return timing, why
     whole = replace(layout, recompute="full")
     full, why = try_step_seconds(model, whole, workload, cluster, engine, slow, emulated, settings.dtype)
@@ -231,7 +231,7 @@ def _optimizer_note(layout: Layout, workload: Workload) -> list[str]:
 def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
     notes = []
     if backend in ("nccl", "staged"):
-        forms = "the forms for CUDA, which were measured on one H100" if isinstance(model, ModelConfig) else "CPUs"
+        forms = "CPUs" if model.trace else "the forms for CUDA, which were measured on one H100"
         notes.append(f"saved activations are those of {forms}; other kernels may save a little differently")
     if layout.compile != "off":
         notes.append(
@@ -247,7 +247,7 @@ def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
         notes.append("recompute=selective under attention=sdpa frees only the log-sum-exp of the fused kernel")
     if layout.grads == "bf16" and layout.precision == "bf16":
         notes.append("grads=bf16 holds with one micro-batch a step; more are summed in fp32, and counted so")
-    if not isinstance(model, ModelConfig):
+    if model.trace:
         notes.append("traced module: activations scale with the rows of a micro-batch from two traced sizes")
     elif model.experts:
         notes.append("tokens are taken to spread evenly over the experts, none dropped: a run's own routing differs")

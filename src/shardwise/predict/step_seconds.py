@@ -46,12 +46,6 @@ def own_engine(cluster: Cluster) -> str:
     return "shardwise-cpu" if cluster.device.kind == "cpu" else "shardwise"
 
 
-def usual_engine(cluster: Cluster, elsewhere: str) -> str:
-    """The profile that is assumed where none is named: `elsewhere`, but on CPUs this project's own, for others have
-    nothing to say of them."""
-    return own_engine(cluster) if cluster.device.kind == "cpu" else elsewhere
-
-
 def step_seconds(
     model: Model, layout: Layout, workload: Workload, cluster: Cluster, engine: str | None = None,
     slow: Stragglers | None = None, emulated: float | None = None, dtype: str | None = None,

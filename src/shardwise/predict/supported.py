@@ -5,11 +5,9 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Workload
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.predict.fixing import SCHEDULES
-from shardwise.predict.traced_layout import check_row_length
 
 MOST_DEVICES = 65536
 """Devices of a cluster that is searched."""
@@ -32,17 +30,6 @@ def why_not_planned(model: Model) -> str | None:
     if model.positions == "alibi":
         usual["positions"] = "learned"
     return model.replace(**usual).why_not_runnable()
-
-
-def check_sequences(model: Model, workload: Workload) -> None:
-    """Raise `UserError` for sequences that a model does not take."""
-    if isinstance(model, Blueprint):
-        check_row_length(model, workload)
-    elif workload.seq > model.max_positions and model.positions == "learned":
-        raise UserError(
-            f"sequences of {workload.seq} tokens exceed the {model.max_positions} learned positions of "
-            f"{model.name}; use at most {model.max_positions}"
-        )
 
 
 @cache

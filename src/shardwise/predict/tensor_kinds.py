@@ -9,7 +9,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import TP
 from shardwise.layout.keys import CHOICES
 from shardwise.layout.units import usual_backend
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.estimate import estimate
 from shardwise.predict.traffic.ring_volume import ring_bytes
 
@@ -37,7 +37,7 @@ class TensorKind:
         return f"tpkind={self.layout.tpkind}{',sp' if self.layout.sp else ''}"
 
 
-def tensor_kinds(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> list[TensorKind]:
+def tensor_kinds(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> list[TensorKind]:
     """Every kind that can split the step as `layout` does, its own first. Empty without tensor parallelism."""
     if layout.tp == 1:
         return []
@@ -52,7 +52,7 @@ def tensor_kinds(model: ModelConfig, layout: Layout, workload: Workload, cluster
     return kinds
 
 
-def _kind(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> TensorKind:
+def _kind(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> TensorKind:
     report = estimate(model, layout, workload, cluster)
     role = max(report.roles, key=lambda role: role.peak_bytes)
     plan = unit_plan(model, layout, workload, rank=role.ranks[0], backend=usual_backend(cluster))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, pipeline
@@ -40,24 +40,26 @@ def check_row_length(model: Blueprint, workload: Workload) -> None:
 def searched_tp(model: Model) -> list[int]:
     """Tensor-parallel degrees of a search: those that suit a configuration, or that were traced in bf16 with and
     without recomputation."""
-    if not isinstance(model, Blueprint):
-        return valid_tp(model)
-    trace = traced(model)
-    return sorted({tp for cut in trace.cuts for tp in _whole_degrees(trace, cut)})
+    if isinstance(model, Blueprint):
+        trace = traced(model)
+        return sorted({tp for cut in trace.cuts for tp in _whole_degrees(trace, cut)})
+    return valid_tp(model)
 
 
-def searched_with_shards(model: Model, tp: int, cut: str = "") -> bool:
-    """Whether a search tries sequence parallelism beside a cut: with any configuration, and where it was traced."""
-    return not isinstance(model, Blueprint) or tp in _whole_degrees(traced(model).on_shards, cut)
+class SearchedCut(NamedTuple):
+    """A cut of a search, as of `traced_cut`."""
+
+    layout: Layout
+    sp: list[int]
+    """Tensor-parallel degrees beside which sequence parallelism was traced, too."""
 
 
-def searched_cuts(model: Model) -> dict[str, Layout] | None:
-    """Cuts of a search, as of `traced_cut`: those of a traced module; None for a configuration, which allows all that
-    divide."""
-    if not isinstance(model, Blueprint):
+def searched_cuts(model: Model) -> dict[str, SearchedCut] | None:
+    """Cuts of a search: those of a traced module; None for a configuration, which allows all that divide."""
+    if not (trace := model.trace):
         return None
-    trace = traced(model)
-    return {cut: cut_layout(cut) for cut in trace.cuts if _whole_degrees(trace, cut) == searched_tp(model)}
+    whole = (cut for cut in trace.cuts if _whole_degrees(trace, cut) == searched_tp(model))
+    return {cut: SearchedCut(cut_layout(cut), _whole_degrees(trace.on_shards, cut)) for cut in whole}
 
 
 def _whole_degrees(trace: Trace, cut: str = "") -> list[int]:

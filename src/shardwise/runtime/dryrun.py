@@ -50,7 +50,7 @@ def dry_run(
     model: a configuration, also of a class of transformers; or a traced module, whose code is run again.
     Raises `LayoutError` for what the runtime cannot run, `UserError` when a process fails.
     """
-    about = model.to_json() if isinstance(model, ModelConfig) else {"name": model.name}
+    about = {"name": model.name} if model.trace else model.to_json()
     eager = replace(layout, compile="off")
     model, source = _subject(model, layout, eager, workload, cluster.devices if cluster else None)
     if layout.algorithm != "auto":

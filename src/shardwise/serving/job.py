@@ -115,9 +115,9 @@ class ServingJob(Json):
     def setup(self) -> ServingSetup:
         from shardwise.predict.memory.serving import ServingSetup
 
-        int8, cpu = self.quantize == "int8", self.device == "cpu"
+        weights, cpu = "int8" if self.quantize == "int8" else "", self.device == "cpu"
         chunk = self.context if self.whole_prompts else self.chunk
-        return ServingSetup(self.context, self.batch, self.page, chunk, int8, cpu, self.pages)
+        return ServingSetup(self.context, self.batch, self.page, chunk, cpu, self.pages, weights)
 
     @property
     def logit_rows(self) -> int:

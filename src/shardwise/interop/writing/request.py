@@ -37,14 +37,12 @@ class WriteRequest:
     @property
     def stored(self) -> str:
         """The precision of a quantized model's files, which an engine reads from their configuration; else empty."""
-        counted = getattr(self.model, "counted", None)
-        return counted.stored if counted else ""
+        return self.model.counted.stored if self.model.counted else ""
 
     @property
     def stored_cache(self) -> str:
         """torch's name of the type of keys and values that such files name; empty where they name none."""
-        counted = getattr(self.model, "counted", None)
-        return counted.cache_type if counted else ""
+        return self.model.counted.cache_type if self.model.counted else ""
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,9 @@ def stored_by_part(plan: UnitPlan) -> dict[str, int]:
 
 def saved_bytes(plan: UnitPlan) -> int:
     """Bytes saved for backward at the end of one micro-batch's forward pass."""
-    if traced := trace_of(plan):
-        return traced_saved(plan, *traced)
     if plan.routing.uneven:
         return max(saved_bytes(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
+    if traced := trace_of(plan):
+        return traced_saved(plan, *traced)
     s = Sizes.of(plan)
     return sum(sum(saved_items(plan, s, part).values()) for part in plan.parts) + saved_mask(plan, s)

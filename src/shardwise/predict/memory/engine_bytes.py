@@ -19,7 +19,7 @@ from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import place, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import blueprint
+from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.memory.engine_rows import EngineMemory, TensorRow, engine_memory
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.sizes import Sizes
@@ -315,13 +315,13 @@ class EngineRank:
         return RankBytes(parameters, gradients, optimizer, saved, gathered + in_turn, peak * (1 + m.reserved_share))
 
 
-def why_not_counted(name: str, model: object, layout: Layout) -> str:
+def why_not_counted(name: str, model: Model, layout: Layout) -> str:
     """Why the memory of a layout under an engine is counted as this runtime's; empty where the engine's rows are
     known."""
     memory = engine_memory(name)
     if memory is None:
         return f"what {name} saves is not known"
-    if not isinstance(model, ModelConfig):
+    if model.trace:
         return f"what {name} saves of a traced module is not known"
     for key, value in changed(layout).items():
         if "uncounted" in key.marks:
@@ -337,7 +337,7 @@ def why_not_counted(name: str, model: object, layout: Layout) -> str:
     return ""
 
 
-def counts_engine(name: str, model: object, layout: Layout) -> bool:
+def counts_engine(name: str, model: Model, layout: Layout) -> bool:
     """Whether memory under an engine is counted from its rows."""
     return name not in ("", *OWN) and not why_not_counted(name, model, layout)
 

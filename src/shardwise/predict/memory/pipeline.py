@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.peak import optimizer
 from shardwise.predict.memory.pipeline_action import Change, Effect, RankStages
 from shardwise.predict.memory.traced import trace_of
+from shardwise.predict.traffic.ledger import message_of
 from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -202,6 +204,14 @@ class _Rank:
         self.outcomes: dict[Any, _Outcome] = {}
         self.beyond: dict[tuple[int, int], tuple[int, int, int]] = {}
 
+        @cache
+        def message(stage: int) -> int:
+            """Bytes of what a stage hands on to the next one, and of its gradient."""
+            elements, dtype = message_of(plan, stage)
+            return elements * DTYPE_BYTES[dtype]
+
+        self.message = message
+
     @property
     def now(self) -> Change:
         """Bytes between two actions."""
@@ -225,9 +235,9 @@ class _Rank:
             else:
                 self._on_stage(kind, stage, self._moves(kind, stage, micro))
         elif kind in _RECEIVE:
-            self.rest += self.sizes.message(stage - (kind == "RECV_F"))
+            self.rest += self.message(stage - (kind == "RECV_F"))
         elif kind in _SEND:
-            message = self.sizes.message(stage - (kind == "SEND_B"))
+            message = self.message(stage - (kind == "SEND_B"))
             self.rest -= message if self.lends else self.leaving.get((peer, kind), 0)
             if not self.lends:
                 self.leaving[peer, kind] = message

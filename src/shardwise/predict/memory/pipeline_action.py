@@ -252,10 +252,6 @@ class RankStages:
         )
         return saved, kept, sum(stored_bytes(this, s, part) - stored_bytes(plan, s, part) for part in parts)
 
-    def message(self, stage: int) -> int:
-        """Bytes of what a stage hands on to the next one, and of its gradient."""
-        return self.s.stream * self.s.hidden * self.s.element
-
     def of(self, stage: int) -> StageBytes:
         """Bytes of a micro-batch on a stage."""
         return StageBytes.of(self.plan, self.s, stage)

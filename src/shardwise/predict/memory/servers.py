@@ -19,21 +19,14 @@ def server_bytes(plan: UnitPlan, server: int) -> Bytes:
     return Bytes.of(kept + comm, optimizer=kept, comm=comm)
 
 
-def worker_buffers(plan: UnitPlan) -> int:
-    """Of a worker's rank: all its gradients as they leave, and all its weights as they arrive."""
-    total = sum(unit.padded for unit in plan.units)
-    return total * (DTYPE_BYTES[plan.dtypes.gradients] + DTYPE_BYTES[plan.layout.dtype])
-
-
 def with_servers(plan: UnitPlan, rank: int, held: Bytes) -> Bytes:
     """Bytes of a rank, its buffers and the server in its process included. held: those of its step alone."""
-    server, buffers = server_of(plan, rank), worker_buffers(plan)
+    server = server_of(plan, rank)
     if rank >= plan.layout.training_ranks:
         assert server is not None
         return server_bytes(plan, server)
     own = Bytes() if server is None else server_bytes(plan, server)
-    return replace(
-        held,
-        optimizer=held.optimizer + own.optimizer,
-        comm=held.comm + own.comm + buffers,
-    )
+    # All gradients as they leave, and all weights as they arrive.
+    each = DTYPE_BYTES[plan.dtypes.gradients] + DTYPE_BYTES[plan.layout.dtype]
+    comm = held.comm + own.comm + each * sum(unit.padded for unit in plan.units)
+    return replace(held, optimizer=held.optimizer + own.optimizer, comm=comm)

@@ -23,8 +23,6 @@ from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.layout.serving import check_generation, plan_of, rows_here
 from shardwise.model import ModelConfig
 from shardwise.model.formats import stored_bytes, weight_format
-from shardwise.model.operations import AttentionCore
-from shardwise.model.parameters import blueprint
 from shardwise.ops.limits import BYTE_ROWS, SCORES, WIDE_OUTPUTS, row_int8_bytes, tiled_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
@@ -40,19 +38,18 @@ MOST = 1 << 20
 @dataclass(frozen=True)
 class ServingSetup:
     """Settings with which a model is served. context: tokens of the longest sequence; batch: the most sequences at a
-    time in a replica; page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits,
-    but for tables; cpu: on CPUs, where such matrices are laid out in tiles (`int8_bytes`); cache: pages, where they are
-    given in place of as many as all sequences fill (0)."""
+    time in a replica; page: tokens of a page; chunk: tokens of prompts in a turn; cpu: on CPUs, where int8 matrices
+    are laid out in tiles (`tiled_int8_bytes`); cache: pages, where they are given in place of as many as all sequences
+    fill (0)."""
 
     context: int
     batch: int = 8
     page: int = PAGE
     chunk: int = CHUNK
-    int8: bool = False
     cpu: bool = False
     cache: int = 0
     weights: str = ""
-    """Format of the blocks' matrices (`weight_format`) in place of `int8`; empty: the layout's precision."""
+    """Format of the blocks' matrices (`weight_format`); empty: the layout's precision."""
     cache_type: str = ""
     """torch's name of the type of keys and values; empty: the layout's precision."""
     padded: tuple[int, int] = (1, 1)
@@ -64,11 +61,6 @@ class ServingSetup:
         for name in ("context", "batch", "page", "chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-    @property
-    def stored(self) -> str:
-        """The format of the blocks' matrices; empty for the layout's precision."""
-        return self.weights or ("int8" if self.int8 else "")
 
     @property
     def full(self) -> int:
@@ -185,8 +177,7 @@ def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: 
     """Memory of serving on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
     generation does not know, `UserError` for models that do not run."""
     check_generation(layout, model)
-    if served.stored and weight_format(served.stored).lossy and layout.stage == 3:
-        words = served.stored
+    if (words := served.weights) and weight_format(words).lossy and layout.stage == 3:
         raise UserError(f"{words} weights are not gathered: use zero=0 with {words}, or leave {words} out")
     plans = [plan_of(model, layout, stage) for stage in range(layout.pp)]
     held = max((held_by(plan, served) for plan in plans), key=lambda one: one.total)
@@ -213,15 +204,12 @@ def fit_on_cluster(model: ModelConfig, layout: Layout, served: ServingSetup, clu
     return serving_fit(model, layout, served, room)
 
 
-def weight_bytes(
-    plan: UnitPlan, int8: bool = False, *, cpu: bool = False, weights: str = "", padded: tuple[int, int] = (1, 1)
-) -> int:
-    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8 or a
-    format of `weights`, as `parameter_bytes` has them."""
+def weight_bytes(plan: UnitPlan, *, cpu: bool = False, weights: str = "", padded: tuple[int, int] = (1, 1)) -> int:
+    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with a format of
+    `weights`, as `parameter_bytes` has them."""
     if plan.layout.stage == 3:
         return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
-    stored = weights or ("int8" if int8 else "")
-    each = (parameter_bytes(plan, p, stored, cpu=cpu, padded=padded) for unit in plan.units for p in unit.placed)
+    each = (parameter_bytes(plan, p, weights, cpu=cpu, padded=padded) for unit in plan.units for p in unit.placed)
     return int(sum(each))
 
 
@@ -229,7 +217,7 @@ def parameter_bytes(
     plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool = False, padded: tuple[int, int] = (1, 1)
 ) -> float:
     """Bytes of a parameter on a rank: as the model's files have it, else in a format of weights where it
-    `has_fewer_bits`, else in the layout's precision. cpu: as in `int8_bytes`; padded: as in `ServingSetup`."""
+    `has_fewer_bits`, else in the layout's precision. cpu, padded: as in `ServingSetup`."""
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.model.counted and plan.model.counted.stored:
         stored = placed.parameter.stored
@@ -243,21 +231,11 @@ def parameter_bytes(
     if not weights or not weight_format(weights).lossy or not has_fewer_bits(plan, placed, weights):
         return placed.numel * width
     if weights == "int8":
-        return parameter_int8_bytes(placed, width=width, tiled=cpu and width == 2)
+        count, outputs, inputs = matrices(placed)
+        # Activations of 16 bits on a CPU are multiplied as bytes, with matrices in tiles.
+        tiled = cpu and width == 2
+        return count * (tiled_int8_bytes(outputs, inputs) if tiled else row_int8_bytes(outputs, inputs, width=width))
     return stored_bytes(weights, placed.shape)
-
-
-def parameter_int8_bytes(placed: Placed, *, width: int, tiled: bool) -> int:
-    """`int8_bytes` of a parameter, each expert's matrix for itself."""
-    count, outputs, inputs = matrices(placed)
-    return count * int8_bytes(outputs, inputs, width=width, tiled=tiled)
-
-
-def int8_bytes(outputs: int, inputs: int, *, width: int, tiled: bool) -> int:
-    """Bytes of an 8-bit matrix: a byte a number and for each row a scale of `width` bytes; or tiled, as CPUs keep it
-    that multiply bytes with bytes for activations of 16 bits. Matrices that lie end to end share a last tile, so that
-    those of one input take up to 47 rows less each."""
-    return tiled_int8_bytes(outputs, inputs) if tiled else row_int8_bytes(outputs, inputs, width=width)
 
 
 def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
@@ -290,18 +268,8 @@ def _page_of_blocks(model: ModelConfig, layout: Layout, served: ServingSetup, bl
     block = cache_shape(model, layout.tp).numbers * slots * each
     if served.engine is None or not served.engine.windowed_cache:
         return math.ceil(len(blocks) * block)
-    windows = (_windows(model)[i] or served.context for i in blocks)
+    windows = (model.layer_window(i) or served.context for i in blocks)
     return math.ceil(sum(min(1.0, window / served.context) for window in windows) * block)
-
-
-@lru_cache
-def _windows(model: ModelConfig) -> tuple[int, ...]:
-    """Tokens that each block attends to at most; 0 for all."""
-    found: list[int] = []
-    for part in blueprint(model).of_kind("block"):
-        window = next((o.window for o in part.operations if isinstance(o, AttentionCore)), 0)
-        found += [window] * part.count
-    return tuple(found)
 
 
 def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE, context: int = 0) -> int:
@@ -321,7 +289,7 @@ def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> 
 def held_by(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
     slots = sum(slot_elements(plan).values()) if plan.layout.stage == 3 else 0
     return ServingMemory(
-        weight_bytes(plan, cpu=served.cpu, weights=served.stored, padded=served.padded),
+        weight_bytes(plan, cpu=served.cpu, weights=served.weights, padded=served.padded),
         slots * DTYPE_BYTES[plan.layout.dtype],
         served.pages * page_bytes(plan, served.page, served.context, served.cache_type, served.engine),
         workspace_bytes(plan, served),
@@ -349,7 +317,7 @@ class ServedStage(NamedTuple):
 def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> list[ServedStage]:
     """The stages of a layout without weight gathering, each with its own blocks and ends, as `held_by` counts them."""
     alone = replace(layout, pp=1) if layout.ep > 1 else Layout(tp=layout.tp, precision=layout.precision)
-    blocks, first, last, tied = _part_bytes(model, alone, served.stored, served.cpu, served.padded)
+    blocks, first, last, tied = _part_bytes(model, alone, served.weights, served.cpu, served.padded)
     made, start = [], 0
     for stage, count in enumerate(stages(model, layout).layers):
         mine = range(start, start + count)
@@ -400,7 +368,7 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup, head: bool = True) -> in
     if cp > 1:
         copied += _passing_exchange(plan, tokens * cp, served)
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
-    if served.stored == "int8":
+    if served.weights == "int8":
         ffn, own = width_held(_widest(model), tp), heads * model.head_dim
         opens = max(model.hidden, ffn * (2 if model.gated else 1), own + shape.numbers)
         block += _passing_product(tokens, max(model.hidden, ffn, own), opens, width)
@@ -413,7 +381,7 @@ def _passing_logits(plan: UnitPlan, served: ServingSetup, rows: int) -> int:
         return 0
     width, vocab = DTYPE_BYTES[plan.layout.dtype], padded_vocab(plan)
     logits = rows * vocab * (2 * width + 4)
-    if served.stored == "int8" and not plan.model.tied:
+    if served.weights == "int8" and not plan.model.tied:
         logits += _passing_product(rows, plan.model.hidden, vocab // plan.layout.tp, width)
     return logits
 

@@ -32,8 +32,10 @@ def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:
 
 
 def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
-    """Bytes that a micro-batch saves for backward; the most of any."""
-    return sum(saved_by_part(plan, trace, step).values()) + _received(plan, trace, step)
+    """Bytes that a micro-batch saves for backward."""
+    rows = ((part, trace.at(nbytes, plan.layout.micro)) for part, nbytes in step.received)
+    beyond = sum(more_received(plan, equal, part, 0) for part, equal in rows)
+    return sum(saved_by_part(plan, trace, step).values()) + beyond
 
 
 def saved_by_part(plan: UnitPlan, trace: Trace, step: TracedStep) -> dict[str, int]:
@@ -59,12 +61,6 @@ def more_received(plan: UnitPlan, equal: int, part: str, micro: int) -> int:
     rows = plan.routed.by_part[part]
     sent, come = rows[micro % len(rows)] if rows else (0, 0)  # one alone stands for all
     return equal * come // sent - equal if sent else 0
-
-
-def _received(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
-    rows = [(part, trace.at(nbytes, plan.layout.micro)) for part, nbytes in step.received]
-    micros = range(plan.micro_batches if rows and plan.routed else 0)
-    return max((sum(more_received(plan, nbytes, part, micro) for part, nbytes in rows) for micro in micros), default=0)
 
 
 def _crowd(plan: UnitPlan, part: str) -> float:

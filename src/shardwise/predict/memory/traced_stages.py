@@ -13,7 +13,6 @@ from shardwise.model.traced_stages import TracedStages, TracedTensors, When
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.pipeline_action import FollowedAction
 from shardwise.predict.memory.traced import more_received
-from shardwise.predict.traffic.ledger import stage_parts
 from shardwise.report.step_report import DTYPE_BYTES
 
 BACKWARD: tuple[When, ...] = ("backward", "adding", "inputs")
@@ -139,7 +138,6 @@ class TracedRankStages:
         if micro not in stages.recorded:
             stages.recorded[micro] = RecordedParts(trace, stages, plan.blueprint.names, micro)
         self.recorded: RecordedParts = stages.recorded[micro]
-        self._ends = [parts[-1] for parts in stage_parts(plan)]
 
     @property
     def lasting(self) -> int:
@@ -150,10 +148,6 @@ class TracedRankStages:
         """As of `RankStages`; gradients of experts' weights come with those of their inputs."""
         held = [(part, self.received.get(part, 0)) for part in self.plan.stages[stage]]
         return sum(more_received(self.plan, equal, part, micro) for part, equal in held), 0, 0
-
-    def message(self, stage: int) -> int:
-        """As of `RankStages`."""
-        return self.recorded.messages[self._ends[stage]]
 
     def of(self, stage: int) -> TracedStageBytes:
         """Bytes of a micro-batch on a stage."""

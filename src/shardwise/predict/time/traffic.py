@@ -188,8 +188,7 @@ def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
 def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     if not model.tied:
         return 0.0
-    traced = isinstance(model, Blueprint)
-    table = held_elements(model, split.tp).shared if traced else table_held(model, split, engine, trained=True)
+    table = held_elements(model, split.tp).shared if model.trace else table_held(model, split, engine, trained=True)
     if not np.any(table):
         return 0.0
     piped, stride = np.asarray(split.pp) > 1, split.stage_ranks
@@ -219,7 +218,7 @@ def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing
     if np.all(np.asarray(split.pp) == 1):
         return 0.0
     pieces = np.where(sp | engine.scatter_hops, split.tp, 1)
-    if isinstance(model, Blueprint):
+    if model.trace:
         elements = handed_elements(model, split.micro) / split.cp
     else:
         elements = split.micro * split.seq / split.cp * model.hidden
@@ -289,18 +288,20 @@ def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tu
 
 def block_parameters(model: Model, split: StepShape) -> tuple[Num, Num]:
     """Trained parameters of all blocks on one of the ranks that cut them: (all but the experts', the experts')."""
-    # A module's experts stay with their block unless ep spreads them.
-    apart = split.spreads_experts if isinstance(model, Blueprint) else True
-    spread = np.where(apart, held_elements(model, 1).experts, 0.0)
+    spread = np.where(_experts_stay(model, split), 0.0, held_elements(model, 1).experts)
     return _held_by_blocks(model, split), spread / split.expert_apart
+
+
+def _experts_stay(model: Model, split: StepShape) -> Any:
+    """Whether experts are parameters of their block: a module's, unless ep spreads them."""
+    return ~np.asarray(split.spreads_experts) if model.trace else False
 
 
 def _held_by_blocks(model: Model, split: StepShape, trained: bool = True) -> Num:
     """Parameters of all blocks on each of `tp` ranks, without experts that are spread apart; narrow ones as so many of
     the layout's precision."""
     held = held_elements(model, split.tp, trained)
-    stay = ~np.asarray(split.spreads_experts) if isinstance(model, Blueprint) else False
-    return held.dense + held.narrow / split.width + np.where(stay, held.experts, 0.0)
+    return held.dense + held.narrow / split.width + np.where(_experts_stay(model, split), held.experts, 0.0)
 
 
 def table_held(model: Model, split: StepShape, engine: EngineProfile, trained: bool = False) -> Num:

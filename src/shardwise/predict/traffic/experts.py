@@ -33,7 +33,9 @@ def expert_rows(plan: UnitPlan, part: str, once: int, again: int) -> Iterator[tu
         yield from both("all_gather_into", TP, dtype, plan.layout.tp * each * hidden, more=1)
     if e.capacity:
         axes = sequence_axes(plan.layout)
-        yield from both("all_gather_into", axes, "int64", mesh.size(axes) * most_rows(plan) * e.active)
+        # The most rows that any rank routes, padding included.
+        most = plan.tokens if gathers_sequences(plan.layout) else slice_of(plan.layout, plan.tokens)
+        yield from both("all_gather_into", axes, "int64", mesh.size(axes) * most * e.active)
     if e.balance_loss or e.z_loss:
         everywhere = e.balance == "global"
         axes = load_axes(plan.layout) if everywhere else sequence_axes(plan.layout)
@@ -43,12 +45,6 @@ def expert_rows(plan: UnitPlan, part: str, once: int, again: int) -> Iterator[tu
         for rows in plan.routing.rows(part, micro):
             yield ("forward", "all_to_all", EP, part, dtype, rows * hidden), once
             yield ("backward", "all_to_all", EP, part, dtype, rows * hidden), again + 1
-
-
-def most_rows(plan: UnitPlan) -> int:
-    """Rows that a rank routes of one micro-batch, padding included: the most of any."""
-    layout = plan.layout
-    return plan.tokens if gathers_sequences(layout) else slice_of(layout, plan.tokens)
 
 
 def load_row(plan: UnitPlan) -> Iterator[Row]:

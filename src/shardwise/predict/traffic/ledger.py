@@ -135,10 +135,6 @@ def _pipeline(plan: UnitPlan) -> Rows:
     return rows
 
 
-def stage_parts(plan: UnitPlan) -> list[list[str]]:
-    return plan.blueprint.stages(pipeline.stages(plan.subject, plan.layout).layers)
-
-
 def message_of(plan: UnitPlan, stage: int) -> tuple[int, str]:
     """(elements, dtype) of what a stage hands on. Of a traced module its last part says it."""
     traced = trace_of(plan)
@@ -146,7 +142,7 @@ def message_of(plan: UnitPlan, stage: int) -> tuple[int, str]:
         return plan.stream_tokens * plan.model.hidden, plan.layout.dtype
     trace, step = traced
     assert step.stages is not None
-    last = stage_parts(plan)[stage][-1]
+    last = plan.blueprint.stages(pipeline.stages(plan.subject, plan.layout).layers)[stage][-1]
     message = next(message for message in step.stages.messages if message.part == last)
     return trace.at(message.elements, plan.layout.micro), message.dtype
 

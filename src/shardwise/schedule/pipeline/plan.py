@@ -135,10 +135,9 @@ BARE_ENDS = 2
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Layers of each pipeline stage. layers: blocks of each stage. tied: the head's table is the embedding's."""
+    """Layers of each pipeline stage."""
 
     layers: tuple[int, ...]
-    tied: bool = False
 
     def __post_init__(self) -> None:
         inner = self.layers[1:-1]
@@ -149,18 +148,18 @@ class StageLayers:
             )
 
     @classmethod
-    def even(cls, layers: int, stages: int, tied: bool = False) -> Self:
+    def even(cls, layers: int, stages: int) -> Self:
         """As even as can be, the first stages with one more. With two stages more than layers, the embedding and the
         head are stages of their own: 0/1/.../1/0, as Llama 3 405B was cut (Llama team 2024, section 3.3.2). Raises
         `UserError` for other numbers of stages beyond the layers."""
         if layers > 0 and stages == layers + BARE_ENDS:
-            return cls((0, *(1,) * layers, 0), tied)
+            return cls((0, *(1,) * layers, 0))
         if stages < 1 or layers < stages:
             raise UserError(
                 f"p x v = {stages} stages for {layers} layers; give at most {layers}, or {layers + BARE_ENDS}: "
                 "the embedding and the head alone on the first and the last"
             )
-        return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
+        return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)))
 
     @classmethod
     def weighed(cls, layers: int, stages: int, ends: tuple[int, int]) -> Self:
