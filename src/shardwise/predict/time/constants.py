@@ -72,7 +72,7 @@ class Constants:
         """FLOP/s that products of a dtype reach over seconds at most: as measured on the device, else the share of the
         peak that bf16 or its family reaches."""
         name, usual = self._computed(dtype), self.sustained.get("bfloat16")
-        share = usual / self.peaks["bfloat16"] if usual else self.value("sustained_share")
+        share = min(usual / self.peaks["bfloat16"], 1.0) if usual else self.value("sustained_share")
         return self.sustained.get(name) or self.peaks[name] * share
 
     def plateau(self, dtype: str) -> float:
