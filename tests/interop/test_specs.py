@@ -17,7 +17,7 @@ from shardwise.model.catalog import get
 
 LAYOUT = {name for name in dir(Layout()) if not name.startswith("_")}
 MODEL = {name for name in dir(get("gpt2")) if not name.startswith("_")}
-READING = {"value", "meaning", "usual", "raw", "fields", "ranks", "other", "title", "trainer", "preset", "cut"}
+READING = {"value", "meaning", "usual", "raw", "fields", "ranks", "other", "title", "trainer", "preset", "began", "cut"}
 WRITING = {
     "word", "words", "usual", "written", "layout", "work", "model", "nodes", "steps", "source", "unnamed", "stored",
     "stored_cache",

@@ -38,41 +38,44 @@ def read(
     return read_as(spec(engine), table, ranks, preset=preset, began=began, cut=cut)
 
 
-def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
-    """Stages as `generate_llm_fqn_per_model_part` cuts them, where the model is known: the ends count as layers, and
-    what is left over goes to the first stages. Raises `UserError` as it does."""
-    pp, ends = names["pp"], (names["first_stage"], names["last_stage"])
+def cut_stages(
+    model: str,
+    pp: int,
+    chunks: int,
+    ends: tuple[int, int],
+    each: int,
+    parts: list[list[str]] | None,
+    fields: ConfigFields,
+) -> tuple[int, ...]:
+    """Layers by stage as `generate_llm_fqn_per_model_part` cuts them, where the model is known, else none: the ends
+    count as layers, and what is left over goes to the first stages. chunks: a rank's by the schedule; each: layers a
+    stage, 0 for none; parts: modules by stage. Raises `UserError` as it does."""
     from shardwise.model.catalog import catalog
 
-    if pp == 1 or names["began"]:
-        return {}
-    if parts := names["parts"]:
+    layers = catalog()[model].layers if model in catalog() else 0
+    if parts:
         counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
-        return _cut(pp, names["virtual"], counts)
-    if names["model"] not in catalog():
+    elif not layers:
         words = f"the embedding as {ends[0]} and the head as {ends[1]}"
         fields.say("facts", f"torchtitan counts {words} of the layers: without the model, stages are taken as even")
-        return {}
-    layers, stages = catalog()[names["model"]].layers, pp * names["virtual"]
-    if each := names["layers_each"]:
-        stages = -(-(layers + sum(ends)) // each)
-    least, rest = divmod(layers + sum(ends), stages)
-    if least < max(1, *ends):
-        raise UserError(f"{stages} stages of {layers} layers: the ends count as {ends[0]} and {ends[1]} of them")
-    counts = [least + (i < rest) for i in range(stages)]
-    counts[0] -= ends[0]
-    counts[-1] -= ends[1]
-    return _cut(pp, names["virtual"], counts)
+        return ()
+    else:
+        stages = -(-(layers + sum(ends)) // each) if each else pp * chunks
+        least, rest = divmod(layers + sum(ends), stages)
+        if least < max(1, *ends):
+            raise UserError(f"{stages} stages of {layers} layers: the ends count as {ends[0]} and {ends[1]} of them")
+        counts = [least + (i < rest) for i in range(stages)]
+        counts[0] -= ends[0]
+        counts[-1] -= ends[1]
+    if len(counts) % pp or (len(counts) // pp > 1) != (chunks > 1):
+        raise UserError(f"{len(counts)} stages do not suit {pp} ranks and the schedule: give it {pp * chunks}")
+    return tuple(counts)
 
 
-def _cut(pp: int, virtual: int, counts: list[int]) -> dict[str, Any]:
-    """Chunks and stages of a list. virtual: as the schedule has it, 1 for those of one stage a rank."""
-    from shardwise.schedule.pipeline.plan import StageLayers
-
-    if len(counts) % pp or (len(counts) // pp > 1) != (virtual > 1):
-        raise UserError(f"{len(counts)} stages do not suit {pp} ranks and the schedule: give it {pp * virtual}")
-    even = StageLayers.even(sum(counts), len(counts)).layers
-    return {"stages": () if tuple(counts) == even else tuple(counts), "virtual": len(counts) // pp}
+def uneven(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers by stage, where they are not as even as can be with more in the first ones; else none."""
+    least, rest = divmod(sum(counts), max(len(counts), 1))
+    return () if all(count == least + (i < rest) for i, count in enumerate(counts)) else counts
 
 
 def _by_new_names(data: Mapping[str, Any]) -> tuple[dict[str, Any], bool, bool]:
