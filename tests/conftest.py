@@ -71,7 +71,7 @@ def heeded() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     from harness.today import seed
 
-    # What is drawn is the day's too: whoever repeats the day has the same examples.
+    # What is drawn is the day's too, so that a repeated day has the same examples.
     config.option.hypothesis_seed = config.option.hypothesis_seed or str(seed())
     config.addinivalue_line("markers", "every_day: an expensive test that the quick part runs every day")
     if "SHARDWISE_DURATIONS" in os.environ:

@@ -239,8 +239,8 @@ class StrategyComparison(Json):
 
 
 def usual_server(cluster: Cluster) -> str:
-    """The profile that is assumed for generation where none is named: on CPUs, of which others say nothing, this
-    project's own."""
+    """The profile that is assumed for generation where none is named: on CPUs, which no other prices, this project's
+    own."""
     if cluster.device.kind == "cpu":
         return own_engine(cluster)
     known = accelerators().devices.get(cluster.device.name)

@@ -24,17 +24,15 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*0]\])?(?::?([-=+?])([^{}]*))?
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _SCRIPT = r"[\"']*\$(?:0|\{0\}|\{?BASH_SOURCE(?:\[0\])?\}?)[\"']*"
-_PWD = r"pwd(?: -\w)?"
 _FOLDERS = [
     (re.compile(pattern), goal)
     for pattern, goal in (
         (rf"\$\( *(?:realpath|readlink -f) (?:-- )?({_SCRIPT}|[\"']?[^\s\"'$()]+[\"']?) *\)", r"\1"),
-        (rf"\$\({_PWD}\)|`{_PWD}`|\$PWD\b|\$\{{PWD\}}|\$\{{0%/\*\}}", "."),
         (rf"\$\( *dirname (?:-- )?{_SCRIPT} *\)|`dirname (?:-- )?{_SCRIPT}`", "."),
-        (rf"\$\( *cd (?:-- )?[\"']?([^\s\"'$()&;]+)[\"']?(?: *&?>[^&;]*(?:2>&1)?)? *(?:&&|;) *{_PWD} *\)", r"\1"),
+        (r"\$\( *cd (?:-- )?[\"']?([^\s\"'$()&;]+)[\"']?(?: *&?>[^&;]*(?:2>&1)?)? *(?:&&|;) *pwd(?: -\w)? *\)", r"\1"),
     )
 ]
-"""How scripts write their own folder, which is taken for the one that they are started in, and what stands for it."""
+"""How scripts write their own folder in several words, and what stands for it."""
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPENS = ("if", "case", "for", "while", "until", "select")
 _CLOSES = ("fi", "esac", "done")
