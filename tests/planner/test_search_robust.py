@@ -184,7 +184,7 @@ def test_slower_hardware_makes_nothing_faster(case, share, which, software):
     model, layout, workload = case
     clusters = [slower(Cluster.parse("8x8xH100"), which, less) for less in (1, share)]
     fast, slow = (price_one(model, layout, workload, engine(software), Pricing(on)).seconds for on in clusters)
-    assert slow >= fast * (1 - 1e-4)
+    assert slow >= fast * (1 - (1e-9 if which in ("intra", "inter") else 1e-4))
 
 
 @settings(QUIET, max_examples=max(60, EXAMPLES // 10))

@@ -23,7 +23,7 @@ def test_interleaved_stages_explain_megatron_core_on_4608_gpus(predictions: list
     rows = [one for one in predictions if one.case.source == "megatron-lm-h100-strong"]
     assert [one.case.row["gpus"] for one in rows] == [96, 144, 288, 576, 1152, 2304, 3072, 4608]
     errors = [one.error for one in rows]
-    assert max(errors) - min(errors) < 0.065
+    assert max(errors) - min(errors) < 0.06
     assert all("virtual stages not stated: 16" in one.case.assumed for one in rows)
 
 
