@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.cluster import Cluster
@@ -55,11 +55,12 @@ def test_parts_add_up_and_more_to_attend_to_takes_longer(text, sequences, contex
 
 
 @given(
-    st.sampled_from(["tp=8", "dp=8,zero=3", "tp=2,dp=8,zero=3", "tp=4,pp=4", "dp=2,pp=8", "tp=16"]),
+    st.sampled_from(["tp=8", "dp=8,zero=3", "tp=2,dp=8,zero=3", "cp=2,dp=8,zero=3", "tp=4,pp=4", "dp=2,pp=8", "tp=16"]),
     st.sampled_from(["intra", "inter", "memory", "peaks"]), st.floats(1.1, 50.0), st.integers(1, 64),
     st.sampled_from([get("gpt2"), SMALL]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@example("dp=8,zero=3", "peaks", 3.0, 1, get("gpt2"))
+@settings(max_examples=200, deadline=None)
 def test_a_slower_link_or_device_makes_nothing_faster(text, which, times, sequences, model):
     """Hosts wait less beside a slower device, but no longer than it computes."""
     nodes, layout = Cluster.parse("2x8xH100"), Layout.parse(text)

@@ -41,9 +41,9 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
     """The pieces of `strategy.token(sequences, context)`, in order; the last one ends after its seconds. A gather may
     go on beside the arithmetic of the part before; other pieces follow each other."""
     through, group = strategy.decoding(sequences, context)
-    block = _block(strategy, through, group)
+    block, parts = _block(strategy, through, group), strategy.token(sequences, context).parts
     if strategy.layout.stage == 3:
-        return _gathering(strategy, through, block)
+        return _gathering(strategy, block, float(through.head), parts["host"])
     found, now, layer = [], 0.0, 0
     counts = stages(strategy.model, strategy.layout).layers
     for stage, count in enumerate(counts):
@@ -57,8 +57,7 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
         for part, what, seconds in todo:
             found.append(DecodeOp(stage, part, what, now, seconds))
             now += seconds
-    rest = strategy.token(sequences, context).parts.get("bubble", 0.0)
-    return [piece for piece in [*found, DecodeOp(0, "", WAIT, now, rest)] if piece.seconds]
+    return [piece for piece in [*found, DecodeOp(0, "", WAIT, now, parts.get("bubble", 0.0))] if piece.seconds]
 
 
 def _block(strategy: DecodeStrategy, through: PassSeconds, group: int) -> Block:
@@ -76,13 +75,13 @@ def _block(strategy: DecodeStrategy, through: PassSeconds, group: int) -> Block:
     )
 
 
-def _gathering(strategy: DecodeStrategy, through: PassSeconds, block: Block) -> list[DecodeOp]:
+def _gathering(strategy: DecodeStrategy, block: Block, head: float, host: float) -> list[DecodeOp]:
     """Part by part: what of its gather is not hidden, then its arithmetic, which the next part's gather slows."""
     plan, slowed = plan_of(strategy.model, strategy.layout), strategy.pricing.constants.value("contention")
     gathers = strategy.gathers(sum(seconds for _, seconds in block))
     found, now, before = [], 0.0, 0.0
     for part, gather, coming in zip(plan.parts, gathers, [*gathers[1:], None], strict=True):
-        todo = {"block": block, "head": ((HEAD, float(through.head)),)}.get(plan.blueprint.kind(part), ())
+        todo = {"block": block, "head": ((HEAD, head),)}.get(plan.blueprint.kind(part), ())
         if gather.seconds:
             found.append(DecodeOp(0, part, GATHER, before if gather.hidden else now, gather.seconds))
         before = now = now + gather.exposed
@@ -91,4 +90,4 @@ def _gathering(strategy: DecodeStrategy, through: PassSeconds, block: Block) -> 
         for what, seconds in todo:
             found.append(DecodeOp(0, part, what, now, seconds * longer))
             now += seconds * longer
-    return [piece for piece in [*found, DecodeOp(0, "", HOST, now, float(through.host))] if piece.seconds]
+    return [piece for piece in [*found, DecodeOp(0, "", HOST, now, host)] if piece.seconds]

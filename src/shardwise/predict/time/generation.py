@@ -108,10 +108,10 @@ class DecodeStrategy:
         """`token` for each of `contexts`; what does not depend on the context is priced once."""
         through, group = self.decoding(sequences, np.array(contexts, float))
         coming = _coming(self.model, self.layout, self.pricing) if self.layout.stage == 3 else []
-        varying = np.broadcast_arrays(through.block["attention"], through.host)
+        varying = np.broadcast_arrays(through.block["attention"], through.host, through.idle)
         passes = (
-            replace(through, block={**through.block, "attention": seconds}, host=host)
-            for seconds, host in zip(*(each.tolist() for each in varying), strict=True)
+            replace(through, block={**through.block, "attention": seconds}, host=host, idle=idle)
+            for seconds, host, idle in zip(*(each.tolist() for each in varying), strict=True)
         )
         return [self._decoded(sequences, one, group, coming) for one in passes]
 
@@ -180,6 +180,7 @@ class DecodeStrategy:
         exposed, hidden = sum(one.exposed for one in found), sum(one.hidden for one in found)
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         parts["data"] = exposed + self.pricing.constants.value("contention") * hidden
+        parts["host"] -= min(float(through.idle), parts["data"])
         return DecodeTime(sum(parts.values()), parts, exposed + hidden)
 
     def gathers(self, block: float, coming: Sequence[Coming] = ()) -> list[Gathered]:

@@ -67,11 +67,12 @@ class ServedSeconds:
 @dataclass(frozen=True)
 class PassSeconds:
     """Parts of a pass through the model. block: seconds by kind of one block (the mean); head: of the output
-    head; host: what the host takes for the pass as a whole."""
+    head; host: what the host takes for the pass as a whole; idle: those of them that more work for the device hides."""
 
     block: Parts
     head: Num
     host: Num
+    idle: Num = 0.0
 
     def whole(self, layers: int) -> ServedSeconds:
         """All blocks and the rest, one after the other."""
@@ -127,8 +128,8 @@ class ServedModel:
         block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
         block["memory"] = self._elementwise(rows)
         block |= self._between_ranks(rows)
-        host = 0.0 if engine.compiled else self._host(sum(block.values()) * model.layers)
-        return PassSeconds(block, head, host + self._walks * batch * engine.request_s)
+        host, idle = (0.0, 0.0) if engine.compiled else self._host(sum(block.values()) * model.layers)
+        return PassSeconds(block, head, host + self._walks * batch * engine.request_s, idle)
 
     def prefill_pass(self, batch: Num, prompt: Num) -> PassSeconds:
         """`prefill`, part by part. The head's product with one row a prompt is left out."""
@@ -146,7 +147,7 @@ class ServedModel:
         )
         block["memory"] = self._elementwise(tokens)
         block |= self._between_ranks(tokens)
-        return PassSeconds(block, 0.0, self._host(sum(block.values()) * model.layers))
+        return PassSeconds(block, 0.0, *self._host(sum(block.values()) * model.layers))
 
     def decode_products(self, batch: Num) -> tuple[Num, Num]:
         """Seconds of a block's linear layers in `decode_pass`, the mean of all blocks: those of attention, and those of
@@ -239,12 +240,14 @@ class ServedModel:
         parts = {f"prefill {name}": seconds * group / chunk for name, seconds in read.parts.items()}
         return parts | {f"decode {name}": seconds * output for name, seconds in made.parts.items()}
 
-    def _host(self, device: Num) -> Num:
-        """Seconds for which a pass waits for the host. Each stage has a host of its own, which prepares a pass after
-        the stage before it has sent. device: seconds of the pass on the device."""
+    def _host(self, device: Num) -> tuple[Num, Num]:
+        """Seconds for which a pass waits for the host, and those in which the device could do more. Each stage has a
+        host of its own, which prepares a pass after the stage before it has sent. device: seconds of the pass there."""
         once, stages = self.pricing.constants.value("iteration_s"), np.asarray(self.layout.pp)
-        waited = np.maximum(once - device, 0.0) if self.engine.host_overlap else once + 0.0 * device
-        return np.where(stages == 1, waited, once * stages)
+        if not self.engine.host_overlap:
+            return once * stages + 0.0 * device, 0.0
+        idle = np.where(stages == 1, np.maximum(once - device, 0.0), 0.0)
+        return np.where(stages == 1, idle, once * stages), idle
 
     @property
     def _walks(self) -> Num:
