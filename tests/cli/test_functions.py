@@ -8,12 +8,14 @@ import pytest
 import shardwise
 from shardwise import Layout, UserError
 from shardwise.cli.declare import CommandOptions, command_of, declared
+from shardwise.model.catalog import get
 
 CALLS = {
     "explain": ((["vllm serve meta-llama/Llama-3.1-70B -tp 8"], {"cluster": "8xH100"}),),
     "emit": (
         (["llama-3-8b", {"dp": 8, "zero": 3}], {"engine": "torchtitan", "seq": "4k", "batch": 16}),
         (["llama-3-8b", Layout(dp=8, zero=3)], {"engine": "torchtitan", "seq": 4096, "batch": 16}),
+        ([get("llama-3-8b"), Layout(dp=8, zero=3)], {"engine": "torchtitan", "seq": 4096, "batch": 16}),
     ),
 }
 LINES = {
@@ -53,6 +55,8 @@ def test_a_signature_has_the_options_of_the_command(name):
         (lambda: shardwise.emit("gpt2", "tp=2", engin="vllm"), "emit has no option 'engin'; did you mean engine?"),
         (lambda: shardwise.emit("gpt2", "tp=2", engine="vllm", seq=64), "give prompt and output and concurrency"),
         (lambda: shardwise.emit("gpt2", "tp=2"), "emit needs engine"),
+        (lambda: shardwise.emit("gpt2", "tp=2", engine="vllm", set="layers=2"), "by its name, which set changes"),
+        (lambda: shardwise.emit(get("gpt2").replace(layers=2), "tp=2", engine="vllm"), "and this one is changed"),
         (lambda: shardwise.train("tiny-llama"), "train needs data"),
         (lambda: shardwise.explain("-tp 4", ranks="x"), "ranks='x': "),
     ],

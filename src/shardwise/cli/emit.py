@@ -13,7 +13,7 @@ from shardwise.cli.clusters import HostOptions, cluster_of
 from shardwise.cli.declare import HIDDEN, arg, borrow, changed, given, leave_out, word
 from shardwise.cli.models import OfflineOptions, config_of_trace, traced_of
 from shardwise.cli.output import print_json
-from shardwise.cli.plan_emit import source_of
+from shardwise.cli.plan_emit import check_name, source_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
@@ -65,8 +65,7 @@ def run(args: EmitOptions) -> int:
     writer = writer_for(args.engine)
     if not args.slurm:
         leave_out(args, JOB, "is for --slurm: add it, or leave that out")
-    if args.set and writer.loads_model:
-        raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
+    check_name(args, writer)
     layout = Layout.parse(args.layout)
     given_here = [name for name in (("seq", "batch") if writer.serves else SERVING) if getattr(args, name) is not None]
     if given_here:
@@ -74,12 +73,13 @@ def run(args: EmitOptions) -> int:
         kind, flags = ("serves" if writer.serves else "trains"), " and ".join(f"--{name}" for name in right)
         raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
     described = config_of_trace(args.model)
-    traced = traced_of(args) if described is None or args.set else None
+    of_file = described not in (None, args.model)
+    traced = traced_of(args) if described is None or (args.set and of_file) else None
     model = described or traced or change(resolve(args.model, stored=writer.serves), ",".join(args.set))
     workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
         model, layout, workload, _served_of(args, writer), cluster_of(args) if args.cluster else None,
-        args.weights or ("" if described else source_of(args.model)), args.engine_version, args.slurm,
+        args.weights or ("" if of_file else source_of(args.model)), args.engine_version, args.slurm,
         tuple(f"assumed {note}" for note in assumed),
     )  # fmt: skip
     file = write(args.engine, request)

@@ -50,7 +50,7 @@ class LoraOptions(CommandOptions):
 def model_of(args: Any, runs: bool = False) -> ModelConfig:
     """The model that the arguments describe. runs: whether a run follows, which warns of what adapters' settings it
     leaves out. Raises `UserError`."""
-    described = args.model if isinstance(args.model, ModelConfig) else config_of_trace(args.model)
+    described = config_of_trace(args.model)
     if described is not None and described is not args.model:
         from shardwise.runtime.job.losses import by_class
 
@@ -74,13 +74,15 @@ def model_of(args: Any, runs: bool = False) -> ModelConfig:
     return adapted
 
 
-def config_of_trace(text: str) -> ModelConfig | None:
-    """The configuration of a traced class of transformers; None where the text names none."""
-    if (config := configuration(read_blueprint(text))) is None:
+def config_of_trace(model: str | ModelConfig) -> ModelConfig | None:
+    """The configuration of a traced class of transformers, or the one given; None where the text names none."""
+    if isinstance(model, ModelConfig):
+        return model
+    if (config := configuration(read_blueprint(model))) is None:
         return None
     from shardwise.model.huggingface import read_fields
 
-    return read_fields(dict(config), Path(text).stem)
+    return read_fields(dict(config), Path(model).stem)
 
 
 def adapters_of(args: Any) -> Path | None:

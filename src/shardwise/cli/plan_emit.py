@@ -20,7 +20,7 @@ from shardwise.report.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
-    from shardwise.interop import EngineFile, WriteRequest
+    from shardwise.interop import EngineFile, EngineSpec, WriteRequest
     from shardwise.layout import Workload
     from shardwise.planner.disaggregated import Disaggregated
 
@@ -38,8 +38,14 @@ def check_emit(args: Any) -> None:
     if writer.serves != args.serve:
         instead = "add --serve" if writer.serves else "leave out --serve"
         raise UserError(f"--emit {args.emit}: {writer.title} {'serves' if writer.serves else 'trains'}; {instead}")
-    if args.set and writer.loads_model:
-        raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
+    check_name(args, writer)
+
+
+def check_name(args: Any, writer: EngineSpec) -> None:
+    """Raise `UserError` where an engine loads MODEL by a name, and the sizes are not that model's."""
+    if writer.loads_model and (args.set or (args.model and not source_of(args.model))):
+        how = "which --set changes" if args.set else "and this one is changed"
+        raise UserError(f"{writer.title} loads the model by its name, {how}: give a folder with it")
 
 
 def profile_of(args: Any) -> str | None:
@@ -107,9 +113,12 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
     return why_not
 
 
-def source_of(text: str) -> str:
-    """MODEL as an engine loads it: a path as it is typed; of the catalog, the hub's name where that is known."""
-    return hub_name(name) if (name := text.strip().lower()) in catalog() else text
+def source_of(model: str | ModelConfig) -> str:
+    """MODEL as an engine loads it: a path as it is typed; of the catalog, the hub's name where that is known; "" of a
+    configuration that has been changed."""
+    if not isinstance(model, str):
+        model = model.name if catalog().get(model.name) == model else ""
+    return hub_name(name) if (name := model.strip().lower()) in catalog() else model
 
 
 def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:
