@@ -166,14 +166,14 @@ class EngineBound:
     def _rank(
         self, frame: LayoutColumns, place: int, numbers: list[RankNumbers], orders: list[int], micro: MicroBatchNumbers
     ) -> EngineRank:
+        # Of each order, one row a chunk: micro-batches in flight at each count.
         flying = [
-            [in_flight(frame.orders[order].schedule, frame.pp, count, frame.orders[order].virtual, place)
-             for order in orders]
-            for count in frame.counts
-        ]  # fmt: skip
+            np.array([in_flight(order.schedule, frame.pp, count, order.virtual, place) for count in frame.counts]).T
+            for order in (frame.orders[index] for index in orders)
+        ]
 
         def table(of: Any) -> Num:
-            return np.array([[of(*each) for each in zip(numbers, row, strict=True)] for row in flying])[:, None, :]
+            return np.stack([of(*each) for each in zip(numbers, flying, strict=True)], axis=1)[:, None, :]
 
         layers = self.settings.layers
         dense, routed = (table(lambda n, f, of=of: remade_in_all(n, f, layers)[of]) if layers else 0 for of in (0, 1))
