@@ -28,7 +28,7 @@ import pyarrow.parquet as parquet
 import shardwise.predict.time
 from shardwise.cluster import Cluster
 from shardwise.predict.time.constants import constants
-from shardwise.predict.time.kernels import Kernels, Surface
+from shardwise.predict.time.kernels import FEW, Kernels, Surface
 from shardwise.predict.time.measuring import filled
 from shardwise.predict.time.network import rising
 from shardwise.schedule.choose import pricer
@@ -58,8 +58,6 @@ ROWS = [
     1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768,
 ]  # fmt: skip
 """Rows of the left matrix that the grid keeps, of those that were measured."""
-FEW = 64
-"""Rows up to which a product takes about as long as its weights are read."""
 
 
 def source(device: str, what: str) -> str:
@@ -120,7 +118,7 @@ def modelled(form: dict[str, Any], device: str, m: np.ndarray, n: np.ndarray, k:
     kernels = Kernels.__new__(Kernels)
     kernels.constants = flat  # type: ignore[assignment]
     kernels._surfaces = {"bfloat16": SimpleNamespace(at=lambda *_: 0.0)}  # type: ignore[dict-item]
-    return np.asarray(kernels._isolated(m, n, k, "bfloat16", 1.0))
+    return np.asarray(kernels.tiled(m, n, k))
 
 
 def products(folder: Path, device: str) -> tuple[np.ndarray, ...]:

@@ -67,9 +67,9 @@ def test_no_product_is_faster_in_wider_numbers(name):
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(4096, 1 << 17), k=st.integers(4096, 1 << 15))
 def test_few_rows_take_no_longer_than_more(name, n, k):
-    """But for the grid's whole percents: each such product reads the same weights."""
-    seconds = kernels(name).matmul(np.arange(1.0, 33.0), n, k)
-    assert (seconds[1:] > np.maximum.accumulate(seconds)[:-1] * 0.97).all()
+    """Each such product reads the same weights."""
+    seconds = kernels(name).matmul(np.arange(1.0, 65.0), n, k)
+    assert (np.diff(seconds) >= -1e-12 * seconds[1:]).all()
 
 
 @pytest.mark.parametrize("op", MEASURED_COLLECTIVES)

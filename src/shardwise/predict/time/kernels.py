@@ -29,6 +29,10 @@ SPLITS = (1, 2, 4, 8)
 """Parts that the contracted dimension is cut into where there are too few tiles for the device."""
 
 _NUMBERS = ("fp32", "bf16", "fp16", "fp8", "int8", "nvfp4", "int4")
+FEW = 64
+"""Rows up to which a product takes about as long as its weights are read: between measured numbers of so few, seconds
+are interpolated."""
+
 WIDTH = {FORMS[name].dtype: FORMS[name].nbytes for name in _NUMBERS}
 """Bytes an element of each data type."""
 
@@ -40,6 +44,7 @@ class Kernels:
         self.constants = constants
         self._surfaces = {dtype: surface_of(form) for dtype, form in constants.matmul.items()}
         self._numbers = lru_cache(maxsize=1 << 16)(self._of_arrays)
+        self._few = lru_cache(maxsize=1 << 12)(self._of_few)
         self._latency = constants.values.get("pass_s", constants.form("bfloat16")["latency_s"])
 
     def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0, turned: str = "",
@@ -70,6 +75,28 @@ class Kernels:
 
     def _of_arrays(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         m, n, k, batch = (np.asarray(x, dtype=float) for x in (m, n, k, batch))
+        rows = self._surface(dtype).few
+        few = m <= rows[-1] if len(rows) > 1 else np.zeros(m.shape, bool)
+        if not few.any():
+            return self.tiled(m, n, k, dtype, batch)
+        if n.ndim == k.ndim == batch.ndim == 0:
+            known = self._few(float(n), float(k), dtype, float(batch))
+        else:
+            known = self._of_few(n, k, dtype, batch, max(each.ndim for each in (m, n, k, batch)))
+        seconds = _between(rows, known, m)
+        return seconds if few.all() else np.where(few, seconds, self.tiled(m, n, k, dtype, batch))
+
+    def _of_few(self, n: Num, k: Num, dtype: str, batch: Num, ndim: int = 0) -> NDArray:
+        """Seconds at the measured numbers of few rows, along the first axis, before `ndim` others. None is faster than
+        with fewer rows."""
+        rows = self._surface(dtype).few
+        return np.maximum.accumulate(self.tiled(rows.reshape(len(rows), *(1,) * ndim), n, k, dtype, batch))
+
+    def _surface(self, dtype: str) -> Surface:
+        return self._surfaces.get(dtype) or self._surfaces["bfloat16"]
+
+    def tiled(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0) -> Num:
+        """Seconds by tiles and what was measured on top of them, at a shape alone."""
         form = self.constants.form(dtype)
         peak = self.constants.peak(dtype) * self.constants.plateau(dtype) * self.constants.value("clock")
         tiled = self._tiles(m, n, k, peak, batch, dtype)
@@ -77,7 +104,7 @@ class Kernels:
         traffic = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
         moved = traffic / (self.constants.bandwidth * form["bandwidth_share"])
         seconds = np.maximum(tiled, moved) + form["latency_s"]
-        surface = self._surfaces.get(dtype) or self._surfaces["bfloat16"]
+        surface = self._surface(dtype)
         return seconds * np.exp(surface.at(m * np.where(batch > 1, np.sqrt(batch), 1.0), n, k))
 
     def _tiles(self, m: Num, n: Num, k: Num, peak: float, batch: Num, dtype: str = "bfloat16") -> Num:
@@ -151,12 +178,24 @@ def _by_length(form: Mapping[str, Any], name: str, keys: Num) -> Num:
     return np.interp(np.log(keys), np.log(form["lengths"]), form[name])
 
 
+def _between(rows: NDArray, seconds: NDArray, m: NDArray) -> Num:
+    """Seconds at m rows from those at `rows`, along the first axis: between them in the logarithms."""
+    if seconds.ndim == 1:
+        return np.exp(np.interp(np.log(m), np.log(rows), np.log(seconds)))
+    shape = np.broadcast_shapes(m.shape, seconds.shape[1:])
+    logs, at = np.broadcast_to(np.log(seconds), (len(rows), *shape)), np.broadcast_to(np.log(m), shape)
+    below = np.clip(np.searchsorted(np.log(rows), at) - 1, 0, len(rows) - 2)
+    share = np.clip((at - np.log(rows)[below]) / np.diff(np.log(rows))[below], 0.0, 1.0)
+    low, high = (np.take_along_axis(logs, i[None], 0)[0] for i in (below, below + 1))
+    return np.exp(low + share * (high - low))
+
+
 class Surface:
     """ln(measured / modelled seconds) over a grid of shapes, interpolated in the logarithms, the edge beyond it."""
 
     def __init__(self, axes: list[NDArray], table: NDArray) -> None:
         self.axes = [np.log(axis) for axis in axes]
-        self.table = table
+        self.few, self.table = axes[0][axes[0] <= FEW], table
 
     def at(self, *shape: Num) -> Num:
         """The residual at (m, n, k), each a number or an array."""
