@@ -12,8 +12,8 @@ from shardwise.model.config import Experts
 from shardwise.model.parameters import count, parameters
 from shardwise.planner.bounds import places
 from shardwise.planner.exact import rank_plan
-from shardwise.planner.rank_bound import BlockElements
 from shardwise.planner.space import EVEN, held_by, weighed
+from shardwise.predict.memory.engine_bytes import dense_blocks
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 
@@ -56,9 +56,9 @@ def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
     pp = data.draw(st.integers(1, layers))
     virtual = virtual if layers % (pp * virtual) == 0 else 1
     model = get("tiny-llama").replace(layers=layers, experts=Experts(4, 2, 64, dense_layers=dense))
-    blocks, stages = BlockElements(model, 1), weighed(layers, pp * virtual, EVEN)
+    stages = weighed(layers, pp * virtual, EVEN)
     share = held_by(stages, pp)
-    without = [blocks.dense_blocks(stages, pp, place) for place in range(pp)]
+    without = [sum(dense_blocks(model, stages, pp, place)) for place in range(pp)]
     assert sum(without) == min(dense, layers)
     assert all(0 <= few <= all_of_it for few, all_of_it in zip(without, share, strict=True))
 

@@ -301,7 +301,7 @@ class Blueprint(Json):
 
     @cached_property
     def routes(self) -> bool:
-        return any(p.cut == "expert" for part in self.parts for p in part.parameters)
+        return any(part.routes for part in self.parts)
 
     def routes_in(self, part: str) -> bool:
         """Whether a part has a router."""

@@ -6,10 +6,9 @@ and the tensors of that backward. Messages and some of what is on its way are le
 than the bytes of `estimate`; a test compares the two.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,59 +16,14 @@ import numpy as np
 from shardwise.arrays import Array, Num
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
-from shardwise.layout.placement import place
 from shardwise.layout.unit import Backend, Unit, frozen_of, narrow_of
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Part
-from shardwise.model.parameters import blueprint
 from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
 from shardwise.planner.space import LayoutColumns
+from shardwise.predict.memory.engine_bytes import dense_blocks, part_elements
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.time.step import narrow
 from shardwise.report.step_report import DTYPE_BYTES
-
-
-class BlockElements:
-    """Elements of the parameters of blocks on one of tp ranks."""
-
-    def __init__(self, model: ModelConfig, tp: int) -> None:
-        self.model, self.tp = model, tp
-        self._first = model.layers if not model.experts else min(model.experts.dense_layers, model.layers)
-
-    def _elements(self, mixture: bool, expert_tp: int = 1) -> tuple[int, int]:
-        parts = (part for part in blueprint(self.model).of_kind("block") if _has_experts(part) == mixture)
-        layout = Layout(tp=self.tp, etp=expert_tp if mixture else 0)
-        rows = [(p, place(p, layout, 0).numel) for p in next(parts).parameters]
-        return tuple(sum(n for p, n in rows if (p.cut == "expert") == of) for of in (False, True))  # type: ignore[return-value]
-
-    @cached_property
-    def without(self) -> int:
-        """Elements of a block without experts."""
-        return self._elements(mixture=False)[0] if self._first else 0
-
-    def routed(self, expert_tp: int) -> tuple[int, int]:
-        """Elements of a block with experts: (all else, the experts of all ranks). expert_tp: ranks that share the width
-        of an expert."""
-        return (
-            self._elements(mixture=True, expert_tp=expert_tp) if self._first < self.model.layers else (self.without, 0)
-        )
-
-    def dense_blocks(self, stages: Sequence[int], pp: int, place: int) -> int:
-        """Blocks without experts, which are the model's first ones, among those of a pipeline's rank. stages: blocks
-        by stage."""
-        ends = list(zip(accumulate(stages), stages, strict=True))[place::pp]
-        return sum(max(0, min(self._first - end, 0) + count) for end, count in ends)
-
-
-@lru_cache(maxsize=64)
-def block_elements(model: ModelConfig, tp: int) -> BlockElements:
-    """`BlockElements`, counted once."""
-    return BlockElements(model, tp)
-
-
-def _has_experts(part: Part) -> bool:
-    return any(p.cut == "expert" for p in part.parameters)
-
 
 MOST_ENDS = 4
 """Most units of a rank beside its blocks'."""
@@ -141,7 +95,7 @@ class RankBound:
         self.extra: Num = 0
         self.mean = self.padded["blocks.0"], self.shard["blocks.0"]
         if self.mixture:
-            blocks = _mixed_blocks(block_elements(model, frame.tp), frame, place, self.layers)
+            blocks = _mixed_blocks(model, frame, place, self.layers)
             self.mean, (self.padded["blocks.0"], self.shard["blocks.0"]), self.extra = blocks
         self.counts = np.array(frame.counts)[:, None, None]
         self.many, self.sharded = self.counts > 1, self.stage >= 2
@@ -321,26 +275,28 @@ def _most(numbers: Iterable[Num]) -> Num:
     return most
 
 
-def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, layers: Num) -> tuple[Any, Any, Num]:
+def _mixed_blocks(model: ModelConfig, frame: LayoutColumns, place: int, layers: Num) -> tuple[Any, Any, Num]:
     """Elements of one of the `layers` blocks of a pipeline's rank, whole and one rank's shard of it, arrays of
     shardings x orders: the mean, and the smallest block's; and the elements of experts that no other rank holds.
     Experts have other ranks to be sharded over."""
     stage, ranks = frame.columns["zero"][0], frame.columns["shard"][0]
     same = np.where(stage > 0, frame.expert_replicas, 1)
-    dense = np.array([elements.dense_blocks(frame.stages(o), frame.pp, place) for o in frame.orders])
-    own, experts = elements.routed(frame.expert_tp)
+    dense = np.array([sum(dense_blocks(model, frame.stages(o), frame.pp, place)) for o in frame.orders])
+    (without, _, _), (own, experts, _) = (
+        part_elements(model, frame.tp, frame.expert_tp, frame.ep, "block", routed) for routed in (False, True)
+    )
 
     def whole_and_shard(*parts: tuple[int, Num]) -> tuple[Num, Num]:
         shards = [(-(-numel // n), n) for numel, n in parts]
         return sum(shard * n for shard, n in shards), sum(shard for shard, _ in shards)
 
     plain, mixed = (
-        whole_and_shard((elements.without, ranks)),
-        whole_and_shard((own, ranks), (experts // frame.ep, same)),
+        whole_and_shard((without, ranks)),
+        whole_and_shard((own or without, ranks), (experts, same)),
     )
     mean = [(dense * a + (layers - dense) * b) / layers for a, b in zip(plain, mixed, strict=True)]
     smallest = [np.where(dense == 0, b, np.minimum(a, b)) for a, b in zip(plain, mixed, strict=True)]
-    return mean, smallest, np.where(same == 1, experts // frame.ep, 0)
+    return mean, smallest, np.where(same == 1, experts, 0)
 
 
 NONE = [[-1] * 2 + [0] * 12]

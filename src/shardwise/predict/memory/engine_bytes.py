@@ -7,6 +7,7 @@ the backward pass of a block, the loss, and the optimizer's update.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.memory.engine_rows import EngineMemory, TensorRow, engine_memory
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
-from shardwise.predict.memory.sizes import Sizes
+from shardwise.predict.memory.sizes import Sizes, shared_width
 from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
 
@@ -43,8 +44,7 @@ def widths_of(plan: UnitPlan) -> dict[str, int]:
     s, model, layout = Sizes.of(plan), plan.model, plan.layout
     experts, latent = model.experts, model.latent_attention
     expert = width_held(experts.ffn, layout.expert_tp) if experts else 0
-    shared = width_held(experts.shared * experts.ffn, layout.inner_ranks) if experts and experts.shared else 0
-    gates = 2 if model.gated else 1
+    shared, gates = shared_width(plan), 2 if model.gated else 1
     return {
         "tokens": s.tokens,
         "stream": s.stream,
@@ -150,32 +150,38 @@ class RankNumbers(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _part_elements(model: ModelConfig, tp: int, expert_tp: int, ep: int, kind: str, routed: bool) -> tuple[int, ...]:
-    """(trained, trained experts, frozen) elements of one part of a kind on one of tp ranks."""
+def part_elements(model: ModelConfig, tp: int, expert_tp: int, ep: int, kind: str, routed: bool) -> tuple[int, ...]:
+    """(trained, trained experts, frozen) elements of one part of a kind on one of tp ranks; zeros where there is none.
+    expert_tp: ranks that share the width of an expert. routed: a part with experts."""
     layout = Layout(tp=tp, etp=expert_tp if model.experts else 0)
     for part in blueprint(model).of_kind(kind):  # type: ignore[arg-type]
-        if any(p.cut == "expert" for p in part.parameters) == routed:
+        if part.routes == routed:
             rows = [(p, place(p, layout, 0).numel) for p in part.parameters]
             other, frozen = (sum(n for p, n in rows if p.cut != "expert" and p.frozen == is_) for is_ in (False, True))
             return other, sum(n for p, n in rows if p.cut == "expert") // ep, frozen
     return 0, 0, 0
 
 
+def dense_blocks(model: ModelConfig, layers: Sequence[int], pp: int, at: int) -> tuple[int, ...]:
+    """Blocks without experts, which are the model's first ones, of each chunk of the rank at one place of a pipeline.
+    layers: of all stages, those of a rank `pp` apart."""
+    first = min(model.experts.dense_layers, model.layers) if model.experts else model.layers
+    ends = list(zip(accumulate(layers), layers, strict=True))[at::pp]
+    return tuple(max(0, min(first - end, 0) + count) for end, count in ends)
+
+
 @lru_cache(maxsize=4096)
 def rank_numbers(model: ModelConfig, tp: int, ep: int, layers: tuple[int, ...], pp: int, at: int) -> RankNumbers:
     """Elements of the rank at one place of a pipeline. layers: of all stages, those of a rank `pp` apart."""
-    first = min(model.experts.dense_layers, model.layers) if model.experts else model.layers
-    starts = [sum(layers[:stage]) for stage in range(len(layers))]
-    mine = range(at, len(layers), pp)
-    dense = tuple(max(0, min(first - starts[stage], layers[stage])) for stage in mine)
-    routed = tuple(layers[stage] - known for stage, known in zip(mine, dense, strict=True))
+    dense = dense_blocks(model, layers, pp, at)
+    routed = tuple(count - known for count, known in zip(layers[at::pp], dense, strict=True))
     expert_tp = tp if ep == 1 else 1
-    plain, mixed = (_part_elements(model, tp, expert_tp, ep, "block", each) for each in (False, True))
+    plain, mixed = (part_elements(model, tp, expert_tp, ep, "block", each) for each in (False, True))
     has_embedding, has_head = at == 0, at == pp - 1
     ends = [kind for kind, here in (("embedding", has_embedding), ("head", has_head)) if here]
     if model.tied and has_head and not has_embedding:
         ends.append("embedding")  # the head's copy of the table
-    outer = [_part_elements(model, tp, expert_tp, ep, kind, False) for kind in ends]
+    outer = [part_elements(model, tp, expert_tp, ep, kind, False) for kind in ends]
     n, r = sum(dense), sum(routed)
     return RankNumbers(
         block=float(max(sum(plain) if n else 0, sum(mixed) if r else 0)),

@@ -140,9 +140,7 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
 
 
 def mixtures_of(plan: UnitPlan) -> list[str]:
-    return [
-        part for part in plan.of_kind("block") if any(p.cut == "expert" for p in plan.blueprint.part(part).parameters)
-    ]
+    return [part for part in plan.of_kind("block") if plan.blueprint.part(part).routes]
 
 
 def balanced(plan: UnitPlan, tokens: float, together: float) -> dict[str, Routed]:
