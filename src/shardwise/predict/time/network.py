@@ -9,7 +9,7 @@ for each collective, whatever is cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -81,30 +81,22 @@ class Collectives:
 
     def _by_pair(self, op: str, nbytes: Num, ranks: Num, stride: Num, reads_peers: bool) -> Num:
         """`seconds` where links inside a node differ: each group's as it sees the cluster."""
-        if np.ndim(ranks) == np.ndim(stride) == 0:
-            seen = self._seen_by(int(ranks), int(stride), op == "all_to_all")
-            return seen.seconds(op, nbytes, ranks, stride, reads_peers)
-        nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
-        seconds = np.zeros(nbytes.shape)
-        for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
-            here = (ranks == p) & (stride == apart)
-            seen = self._seen_by(int(p), int(apart), op == "all_to_all")
-            seconds[here] = seen.seconds(op, nbytes[here], p, apart, reads_peers)
-        return seconds[()]
+        pairs = op == "all_to_all"
+        return _by_group(
+            nbytes,
+            ranks,
+            stride,
+            lambda n, p, apart: self._seen_by(p, apart, pairs).seconds(op, n, p, apart, reads_peers),
+        )
 
     def _library(self, op: str, nbytes: Num, ranks: Num, stride: Num) -> Num:
         """`seconds` of NCCL, or of what was measured in its place."""
-        if np.ndim(ranks) == np.ndim(stride) == 0:
-            if ranks == 1:
-                return np.zeros(np.shape(nbytes))[()]
-            return self._curve_of(op, int(ranks), int(stride)).at(nbytes)
-        nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
-        seconds = np.zeros(nbytes.shape)
-        for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
-            if p > 1:
-                here = (ranks == p) & (stride == apart)
-                seconds[here] = self._curve_of(op, int(p), int(apart)).at(nbytes[here])
-        return seconds[()]
+        return _by_group(
+            nbytes,
+            ranks,
+            stride,
+            lambda n, p, apart: self._curve_of(op, p, apart).at(n) if p > 1 else 0.0 * np.asarray(n),
+        )
 
     def _as_seen_by(self, ranks: int, stride: int, pairs: bool) -> Collectives:
         return Collectives(self._whole.seen_by(ranks, stride, pairs), self._constants, self._layout)
@@ -133,12 +125,9 @@ class Collectives:
         devices there, or over the "network", at the share of it that such kernels reach. Raises `UserError` where its
         bandwidth is not known."""
         if which == "link" and self._paths is not None:
-            nbytes, ranks = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks)
-            seconds = np.zeros(nbytes.shape)
-            for p in np.unique(ranks[ranks > 1]).tolist():
-                here = ranks == p
-                seconds[here] = self._seen_by(int(p), 1, True).streamed(nbytes[here], which)
-            return seconds[()]
+            return _by_group(
+                nbytes, ranks, 1, lambda n, p, _: self._seen_by(p, 1, True).streamed(n, which) if p > 1 else 0.0 * n
+            )
         bandwidth = self._links[which].bandwidth
         if not bandwidth:
             if not np.any(nbytes):
@@ -152,7 +141,8 @@ class Collectives:
         """Seconds that one message takes to a device `stride` ranks away; of a chain of so many ranks, the message that
         has the farthest to go. Raises `UserError` for links not known."""
         if self._paths is not None:
-            return self._hop_by_pair(nbytes, stride, ranks)
+            # Over the slowest pair of devices that far apart.
+            return _by_group(nbytes, ranks, stride, lambda n, p, apart: self._apart(apart).hop(n, apart, p))
         away = (np.asarray(ranks) - 1) * stride >= self.per_node
         intra, inter = self._cluster.intra, self._cluster.inter
         if self._cluster.nodes > 1 and not inter.bandwidth and self._cluster.device.kind != "cpu" and np.any(away):
@@ -165,15 +155,6 @@ class Collectives:
             inside = _between(nbytes, self._timed["sizes"], self._timed["message"])
         share = self._cluster.network_share
         return np.where(away, nbytes / (across.bandwidth * share) + (across.alpha or 0.0) + self.base, inside)
-
-    def _hop_by_pair(self, nbytes: Num, stride: Num, ranks: Num) -> Num:
-        """`hop` where links inside a node differ: over the slowest pair of devices that far apart."""
-        nbytes, stride, ranks = np.broadcast_arrays(np.asarray(nbytes, dtype=float), stride, ranks)
-        seconds = np.zeros(nbytes.shape)
-        for apart in np.unique(stride).tolist():
-            here = stride == apart
-            seconds[here] = self._apart(int(apart)).hop(nbytes[here], apart, ranks[here])
-        return seconds[()]
 
     def _as_apart(self, stride: int) -> Collectives:
         whole, cluster = self._whole, self._whole.without_paths()
@@ -248,6 +229,19 @@ class _Curve:
 
     def at(self, nbytes: Num) -> Num:
         return np.interp(nbytes, _SIZES, self._seconds)
+
+
+def _by_group(nbytes: Num, ranks: Num, stride: Num, of: Callable[[Num, int, int], Num]) -> Num:
+    """Seconds of bytes in groups of so many ranks that lie so far apart, numbers or arrays; `of` is asked once for all
+    bytes of groups alike."""
+    if np.ndim(ranks) == np.ndim(stride) == 0:
+        return of(nbytes, int(ranks), int(stride))
+    nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
+    seconds = np.zeros(nbytes.shape)
+    for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
+        here = (ranks == p) & (stride == apart)
+        seconds[here] = of(nbytes[here], int(p), int(apart))
+    return seconds[()]
 
 
 def rising(readings: NDArray) -> NDArray:
