@@ -272,15 +272,9 @@ def _branch_norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engin
     tally.memory(ahead * stream, back * stream, (launches[0], launches[1] - 1), "norm")
 
 
-def _scale(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    rows = _moved(operation, shape)
-    tally.memory(2 * rows, 2 * rows)
-
-
-def _soft_cap(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Quotient, tanh and product; backward the square of what came out, less one, times the gradient."""
-    capped = _moved(operation, shape)
-    tally.memory(6 * capped, 7 * capped, (3, 3))
+def _passes(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
+    moved, (ahead, back, launches) = _moved(operation, shape), _PASSES[operation.kind]
+    tally.memory(ahead * moved, back * moved, launches)
 
 
 def _head_norms(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -327,21 +321,15 @@ def _residual(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: 
 
 
 def _bias_gradients(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    if operation.rows == "routed":
-        _expert_biases(tally, operation, shape, engine)
-    else:
-        tally.memory(0.0, _moved(operation, shape), (0, 1))
-
-
-def _expert_biases(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Biases of routed experts, and their gradients. Where an engine adds those of the last product expert by expert,
+    """Gradients of biases, and routed experts' biases. Where an engine adds those of the last product expert by expert,
     each times its token's weight in fp32, passes of 16 bits: the product written (2), read, added and written (5), all
     experts' joined (4), narrowed (3); backward widened (3), narrowed (3), the gradients of weight and bias, each with a
     product written and summed (12), joined (2)."""
-    if engine.fused_experts and shape.narrow:
+    routed = operation.rows == "routed"
+    if routed and engine.fused_experts and shape.narrow:
         return
     moved, times = _moved(operation, shape), _rows(operation, shape)[1]
-    if not engine.biases_by_expert or operation.widths[0].cut:
+    if not (routed and engine.biases_by_expert) or operation.widths[0].cut:
         tally.memory(0.0, moved, (0, 1))
     else:
         tally.memory(14 * moved, 20 * moved, (3 * times, 6 * times))
@@ -356,12 +344,6 @@ def _rotation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: 
     (ahead, back), launches = ((2.0, 2.0), 1) if engine.fused_rope else (engine.rope_passes, 3)
     moved = _moved(operation, shape)
     tally.memory(ahead * moved, back * moved, (launches, launches), "rotation")
-
-
-def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Norms of both low ranks; or laying out heads whose rotated part is shared."""
-    moved = _moved(operation, shape)
-    tally.memory(2 * moved, 3 * moved, (2, 3))
 
 
 def _fused_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
@@ -483,6 +465,16 @@ def _logits(tally: PartSeconds, operation: LinearOp, vocab: Num, shape: Shape, e
         tally.memory(19 * logits, 7 * logits, (12, 4), "loss")
 
 
+_PASSES: dict[str, tuple[int, int, tuple[int, int]]] = {
+    "scale": (2, 2, (1, 1)),
+    # Quotient, tanh and product; backward the square of what came out, less one, times the gradient.
+    "soft cap": (6, 7, (3, 3)),
+    # Norms of both low ranks; laying out heads whose rotated part is shared.
+    "low ranks": (2, 3, (2, 3)),
+    "shared key": (2, 3, (2, 3)),
+}
+"""Kind of operation -> passes over its tensors forward and backward, and kernels."""
+
 _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile], None]] = {
     "lookup": _lookup,
     "rmsnorm": _norm,
@@ -490,10 +482,7 @@ _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile
     "branch norm": _branch_norm,
     "head norms": _head_norms,
     "joint norms": _head_norms,
-    "scale": _scale,
-    "soft cap": _soft_cap,
-    "low ranks": _low_ranks,
-    "shared key": _low_ranks,
+    **dict.fromkeys(_PASSES, _passes),
     "bias gradients": _bias_gradients,
     "split heads": _split_heads,
     "rotation": _rotation,

@@ -164,34 +164,38 @@ def constants(device: Device) -> Constants:
     any, or without bandwidth, and where a file's are damaged."""
     if device.measured:
         return _measured(device)
-    entry, family = _entry(device.name), _file()["families"]
-    values: dict[str, float] = {}
-    sources: dict[str, str] = {}
-    for level in (_values(entry["family"]), entry.get("values", {})):
-        for name, told in level.items():
-            values[name], sources[name] = told["value"], told["source"]
-    kernels = {**family[entry["family"]], **entry.get("kernels", {})}
-    if device.memory_bandwidth is None:
-        raise UserError(f"{device.name}: the memory bandwidth is not known")
+    entry = _entry(device.name)
+    known = _values(entry["family"]) | entry.get("values", {})
+    kernels = {**_file()["families"][entry["family"]], **entry.get("kernels", {})}
+    sources = {name: told["source"] for name, told in known.items()}
     return Constants(
-        name=device.name,
-        family=entry["family"],
-        peaks=dict(device.peak_flops),
-        bandwidth=device.memory_bandwidth,
+        **_of_family(device, entry["family"], kernels),
         sms=entry["sms"],
         matmul={"bfloat16": _file()["matmul"][kernels["matmul"]]},
         attentions={"bfloat16": _file()["attention"][kernels["attention"]]},
         plateaus={dtype: told["value"] for dtype, told in entry.get("plateaus", {}).items()},
-        values=values,
-        collectives=_file()["nccl"][kernels["nccl"]],
+        values={name: told["value"] for name, told in known.items()},
         sources=sources | {"matmul": _file()["matmul"][kernels["matmul"]]["source"]},
         notes=tuple(entry.get("notes", ())),
-        nccl=kernels["nccl"],
         sustained={dtype: told["value"] for dtype, told in entry.get("sustained_flops", {}).items()},
         uncertain=entry.get("uncertain", 0.0),
         fitted_on=tuple(entry.get("fitted_on", ())),
-        experts=_routed_layers(kernels["matmul"]),
     )
+
+
+def _of_family(device: Device, family: str, kernels: Mapping[str, Any]) -> dict[str, Any]:
+    """What a device of the catalog and a measured one have alike. kernels: names of the tables that stand for it."""
+    if device.memory_bandwidth is None:
+        raise UserError(f"{device.name}: the memory bandwidth is not known")
+    return {
+        "name": device.name,
+        "family": family,
+        "peaks": dict(device.peak_flops),
+        "bandwidth": device.memory_bandwidth,
+        "collectives": _file()["nccl"][kernels["nccl"]] if kernels["nccl"] else {},
+        "nccl": kernels["nccl"] or "",
+        "experts": _routed_layers(kernels["matmul"]) if kernels["matmul"] else {},
+    }
 
 
 def _measured(device: Device) -> Constants:
@@ -200,9 +204,7 @@ def _measured(device: Device) -> Constants:
     name = f"{device.name}: its table `time`"
     if table.get("family") not in families:
         raise UserError(f"{name} names the family {table.get('family')!r}; known are {', '.join(families)}")
-    if device.memory_bandwidth is None:
-        raise UserError(f"{device.name}: the memory bandwidth is not known")
-    kernels = families[table["family"]]
+    common = _of_family(device, table["family"], families[table["family"]])
     known = _values(table["family"])
     values = {name: told["value"] for name, told in known.items()}
     sources = {name: told["source"] for name, told in known.items()}
@@ -214,21 +216,15 @@ def _measured(device: Device) -> Constants:
     own = {key: _figure(name, key, value) for key, value in table["values"].items()}
     sustained: Mapping[str, Any] = table.get("sustained", {})
     return Constants(
-        name=device.name,
-        family=table["family"],
-        peaks=dict(device.peak_flops),
-        bandwidth=device.memory_bandwidth,
+        **common,
         sms=_figure(name, "sms", table["sms"]),
         matmul=table["matmul"],
         attentions=table["attention"],
         plateaus={},
         values=values | own,
-        collectives=_file()["nccl"][kernels["nccl"]] if kernels["nccl"] else {},
         timed=table.get("collectives", {}),
         sources=sources | dict.fromkeys([*own, "matmul", "attention"], device.source),
-        nccl=kernels["nccl"] or "",
         sustained={dtype: _figure(name, f"sustained.{dtype}", rate) for dtype, rate in sustained.items()},
-        experts=_routed_layers(kernels["matmul"]) if kernels["matmul"] else {},
     )
 
 

@@ -84,25 +84,16 @@ def offload_seconds(
     forward = _exposed(ahead / 2 + saved, beside / 3, first)
     backward = _exposed(ahead / 2 + saved + gradient.seconds, beside * 2 / 3, first)
     count = split.micro_batches
-    exposed = count * (forward + backward + parameters.seconds - ahead) + update.exposed
+    exposed = count * (forward + backward + parameters.seconds - ahead) + update.seconds
     link = count * (parameters.link + 2 * saved + gradient.link) + update.link
     disk = count * parameters.disk + update.disk
     return OffloadSeconds(exposed, {"link": link, "cores": count * gradient.cores + update.cores, "disk": disk})
 
 
 class _Moved(NamedTuple):
-    """Seconds per micro-batch, and of the link, the disk and the cores alone."""
+    """Seconds per micro-batch, or of the optimizer's step, and of the link, the disk and the cores alone."""
 
     seconds: Num
-    link: Num
-    disk: Num
-    cores: Num
-
-
-class _Updated(NamedTuple):
-    """Seconds of the optimizer's step, and of each resource."""
-
-    exposed: Num
     link: Num
     disk: Num
     cores: Num
@@ -131,7 +122,7 @@ def _gradients(split: StepShape, host: HostShare, updated: Num) -> _Moved:
     return _Moved(np.maximum(link, cores), link, 0.0 * link, cores)
 
 
-def _update(split: StepShape, host: HostShare, updated: Num) -> _Updated:
+def _update(split: StepShape, host: HostShare, updated: Num) -> _Moved:
     """The optimizer's step: gradients down, update, weights up, and state from and to the disk."""
     fraction, nbytes, there = _fraction(split), split.gradient_width, _accumulates(split)
     away, here = updated * fraction, updated * np.where(fraction > 0, 1 - fraction, 0.0)
@@ -145,7 +136,7 @@ def _update(split: StepShape, host: HostShare, updated: Num) -> _Updated:
     state = np.where(on_disk, away * WIDE * len(states_of(split.optimizer)) * (1 / host.read + 1 / host.write), 0.0)
     weights = np.where(np.asarray(split.offload_params) == "nvme", updated * split.width / host.write, 0.0)
     worked = link + cores + weights
-    return _Updated(np.maximum(worked, state + weights), link, state + weights, cores)
+    return _Moved(np.maximum(worked, state + weights), link, state + weights, cores)
 
 
 def _parameters(split: StepShape, host: HostShare, elements: Sharded, gathers: Sharded) -> _Moved:
