@@ -203,13 +203,7 @@ class StrategyComparison(Json):
         """Each strategy with ep, against tensor parallelism on as many ranks in the same precision, where both are
         here."""
         return tuple(
-            ExpertRatio(
-                one.layout,
-                other.layout,
-                float(one.round.volume_of_token.blocks / other.round.volume_of_token.blocks),
-                float(one.round.volume_of_token.total / other.round.volume_of_token.total),
-                one.middle.seconds / other.middle.seconds,
-            )
+            ExpertRatio(*_over(one, other))
             for one, other in product(self.strategies, repeat=2)
             if one.layout.ep > 1 and other.layout.ep == 1 and one.layout.dtype == other.layout.dtype
             if other.layout.tp == other.layout.ranks == one.layout.ranks
@@ -222,11 +216,7 @@ class StrategyComparison(Json):
         plan = plan_of(self.model, one.layout)
         blocks = sum(unit.numel for block in plan.of_kind("block") for unit in plan.units_of(block))
         return Ratio(
-            one.layout,
-            other.layout,
-            float(one.round.volume_of_token.blocks / other.round.volume_of_token.blocks),
-            float(one.round.volume_of_token.total / other.round.volume_of_token.total),
-            one.middle.seconds / other.middle.seconds,
+            *_over(one, other),
             traffic_ratio(blocks, self.model),
             crossover(gathering, tensor),
         )
@@ -236,6 +226,14 @@ class StrategyComparison(Json):
         """Strategies whose tensor parallelism runs over slow links, a line for each tp."""
         taken = ((one.layout.tp, one.middle.parts) for one in self.strategies)
         return tensor_warnings(self.cluster, taken, "the time of a token")
+
+
+def _over(one: Generated, other: Generated) -> tuple[Layout, Layout, float, float, float]:
+    """Both layouts, and the first one's ring volume of a token in blocks and in total, and its seconds, over the
+    other's."""
+    mine, others = one.round.volume_of_token, other.round.volume_of_token
+    seconds = one.middle.seconds / other.middle.seconds
+    return one.layout, other.layout, float(mine.blocks / others.blocks), float(mine.total / others.total), seconds
 
 
 def usual_server(cluster: Cluster) -> str:

@@ -108,10 +108,7 @@ class MixtureTensors:
         s, start = self.s, live.now
         hidden, ffn = s.hidden * s.element, self.received * self.ffn * s.element
         own, sent = self.received * hidden, self.pairs * hidden
-        back = self.s.tokens * hidden if gathers_sequences(self.plan.layout) and self.plan.layout.sp else 0
-        if back:
-            live.transient(gather(self.plan, s))
-            live.allocate(back)
+        back = self._enter(live)
         if s.element == 2:
             live.transient(self._wide(self.rows * (1 + self.e.active)))
         whole = self._enter(live)
@@ -144,7 +141,7 @@ class MixtureTensors:
         live.free(sum(self.saved().values()))
 
     def _enter(self, live: LiveBytes) -> int:
-        """Bytes of the rows, where they are no view of the input."""
+        """Bytes of the rows, or of their outputs' gradient, where they are no view of what came."""
         if not (gathers_sequences(self.plan.layout) and self.plan.layout.sp):
             return 0
         live.transient(gather(self.plan, self.s))
