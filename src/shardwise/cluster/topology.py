@@ -6,7 +6,7 @@ in one direction.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardwise.cluster import catalog
 from shardwise.cluster.catalog import Accelerator, accelerators
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import KINDS, Link
-from shardwise.cluster.paths import NEAR, PATHS, NodePaths, paths_of
+from shardwise.cluster.paths import NEAR, PATHS, NodePaths, named_link, paths_of
 from shardwise.errors import UserError
 
 _OLDER = {"SOC": "SYS"}
@@ -45,36 +45,30 @@ class Topology:
 
     def islands(self) -> list[tuple[str, ...]]:
         """GPUs that NVLinks join, directly or over others; one without any is an island of its own."""
-        left, found = list(self.gpus), []
-        while left:
-            island = [left.pop(0)]
-            for gpu in island:
-                island += [other for other in left if _NVLINK.fullmatch(self.paths[gpu, other])]
-                left = [other for other in left if other not in island]
-            found.append(tuple(sorted(island, key=self.gpus.index)))
-        return found
+        return self._groups(self.gpus, ["NVLink"])
 
     def ordered(self) -> "Topology":
         """The same node with near GPUs beside each other, as ranks are then numbered: those that NVLinks join, those of
         one PCIe switch, and so on."""
-        return replace(self, gpus=tuple(self._arranged(list(self.gpus), ["NVLink", *PATHS])))
+        return replace(self, gpus=tuple(self._arranged(self.gpus, ["NVLink", *PATHS])))
 
-    def _arranged(self, gpus: list[str], levels: list[str]) -> list[str]:
+    def _arranged(self, gpus: Sequence[str], levels: list[str]) -> Sequence[str]:
         if len(levels) == 1 or len(gpus) < 2:
             return gpus
-        near, left, groups = set(levels[:-1]), list(gpus), []
+        groups = sorted(self._groups(gpus, levels[:-1]), key=len, reverse=True)
+        return [gpu for group in groups for gpu in self._arranged(group, levels[:-1])]
+
+    def _groups(self, gpus: Sequence[str], near: list[str]) -> list[tuple[str, ...]]:
+        """GPUs that paths of these levels join, directly or over others, each group in the order of `gpus`."""
+        left, found = list(gpus), []
         while left:
             group = [left.pop(0)]
             for gpu in group:
-                group += [other for other in left if self._level(gpu, other) in near]
+                levels = {other: self.paths[gpu, other] for other in left}
+                group += [other for other in left if (levels[other] if levels[other] in PATHS else "NVLink") in near]
                 left = [other for other in left if other not in group]
-            groups.append(sorted(group, key=gpus.index))
-        groups.sort(key=len, reverse=True)
-        return [gpu for group in groups for gpu in self._arranged(group, levels[:-1])]
-
-    def _level(self, one: str, other: str) -> str:
-        path = self.paths[one, other]
-        return path if path in PATHS else "NVLink"
+            found.append(tuple(sorted(group, key=gpus.index)))
+        return found
 
     def switched_nics(self) -> tuple[str, ...]:
         return tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in NEAR for gpu in self.gpus))
@@ -244,11 +238,10 @@ def _intra(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Lin
 
 
 def _pcie(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link:
-    assert entry.ports
     found = {topology.paths[a, b] for a in gpus for b in gpus if a != b}
-    farthest = max(found & PATHS.keys(), key=list(PATHS).index)
-    source = f"nvidia-smi topo -m: {farthest}, over {PATHS[farthest]}; at most PCIe {entry.ports.pcie} x16"
-    return Link(None, entry.ports.slot_bandwidth, source, kind="pcie" if farthest in NEAR else "host")
+    link = named_link(max(found & PATHS.keys(), key=list(PATHS).index), entry)
+    assert link
+    return replace(link, source=f"nvidia-smi topo -m: {link.source}", name="")
 
 
 def _network(topology: Topology, usual: Link, nic_gbits: float | None, nodes: int) -> tuple[Link, int]:

@@ -188,10 +188,6 @@ class Servers:
         return f"{self.count}:own" if self.own else "" if self.count == 1 else str(self.count)
 
 
-def _servers(text: str) -> str:
-    return str(Servers.parse(text))
-
-
 def _home(text: str) -> str:
     """The home of optimizer state, with a fraction unless it is all of it."""
     home, colon, share = text.partition(":")
@@ -402,7 +398,7 @@ class Keys:
         "",
         "number of parameter servers, such as `2`, or `2:own` on ranks of their own",
         example="2",
-        form=_servers,
+        form=lambda text: str(Servers.parse(text)),
         **_agreeing(" ".join(SERVED), _SHARED),
     )
     staleness: int = key(0, "ssp: steps that a worker may be ahead of the slowest", **_agreeing("ssp"))

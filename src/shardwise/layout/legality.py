@@ -113,7 +113,8 @@ def check_ranks(layout: Layout, ranks: int) -> None:
     """Raise `LayoutError` when a layout has more or fewer ranks."""
     if layout.ranks != ranks:
         raise LayoutError(
-            f"layout {layout} needs {_ranks_in_words(layout)} = {layout.ranks} ranks, but there are {ranks}; "
+            f"layout {layout} needs dp x tp x pp x cp{' + servers' if layout.parameter_servers.own else ''} = "
+            f"{layout.ranks} ranks, but there are {ranks}; "
             f"{_nearest(layout, ranks)}"
         )
 
@@ -147,10 +148,6 @@ def check_narrow_base(layout: Layout, whole: Blueprint) -> None:
                 f"lora: base={base}: {parameter.name} has {inputs} inputs, which {way}: choose "
                 + ("a smaller tp, or base=fp8" if cut > 1 else "base=fp8")
             )
-
-
-def _ranks_in_words(layout: Layout) -> str:
-    return "dp x tp x pp x cp" + (" + servers" if layout.parameter_servers.own else "")
 
 
 def _nearest(layout: Layout, ranks: int) -> str:

@@ -123,6 +123,7 @@ class UnitPlan:
         shared = self.blueprint.shared
         tied = [p for p in placed if p.name in shared]
         experts = [p for p in placed if p.kind == "expert"]
+        copies = self.mesh.size(REPLICATE) if self.blueprint.routes else 1
         rest = [p for p in placed if p.kind != "expert" and p.name not in shared]
         if self.blueprint.part(part).reads and self.local.copies_table:
             # the last pipeline stage holds a copy of the table for its head
@@ -131,7 +132,8 @@ class UnitPlan:
             trained = [p for p in of if not p.parameter.frozen]
             frozen = [p for p in of if p.parameter.frozen and not p.parameter.dtype]
             narrow = [p for p in of if p.parameter.dtype]
-            found += [self._unit(name, trained, slot)] if trained else []
+            if trained:
+                found.append(self._sharded(name, self._ordered(trained), slot, SHARD, REPLICATE, copies))
             found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
             found += [self._frozen_unit(narrow_of(name), narrow, f"{slot} narrow", INT8)] if narrow else []
         for still in (False, True):
@@ -163,10 +165,6 @@ class UnitPlan:
     @cached_property
     def _places_of_blocks(self) -> dict[str, int]:
         return {block: place for place, block in enumerate(self.of_kind("block"))}
-
-    def _unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
-        copies = self.mesh.size(REPLICATE) if self.blueprint.routes else 1
-        return self._sharded(name, self._ordered(placed), slot, SHARD, REPLICATE, copies)
 
     def _frozen_unit(self, name: str, placed: list[Placed], slot: str, dtype: str = "") -> Unit:
         shard, replicate = (SHARD, REPLICATE) if self.layout.stage == 3 else ((), DATA)

@@ -69,11 +69,8 @@ def resolve(text: str, fetch: bool = True, stored: bool = False) -> ModelConfig:
     try:
         return read_model(fetched(text), text)
     except UserError as error:
-        raise UserError(f"no model {text!r}: not known here, and {error}{_suggestion(near)}") from None
-
-
-def _suggestion(near: str) -> str:
-    return f"; {near}" if near.startswith("did you mean") else ""
+        hint = f"; {near}" if near.startswith("did you mean") else ""
+        raise UserError(f"no model {text!r}: not known here, and {error}{hint}") from None
 
 
 def _of_hub(text: str) -> ModelConfig | None:

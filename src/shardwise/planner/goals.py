@@ -16,7 +16,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import Bound, bound_of, search
+from shardwise.planner.ranking import bound_of, search
 from shardwise.planner.shortfall import SmallestCandidate, fits, why_no_layout
 from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
@@ -136,8 +136,8 @@ def cheapest_cluster(
         if part.cluster.devices > space.workload.batch * 64:
             break
         progress(_searched(part))
-        if best := _fastest(part, usable, bound):
-            runs.append(run_of(best, part.cluster, space.workload, tokens, price, power))
+        if best := search(part, Pricing(part.cluster), top=1, usable=usable, bound=bound).best:
+            runs.append(run_of(best[0], part.cluster, space.workload, tokens, price, power))
             cheapest = min(run.device_hours for run in runs)
             if runs[-1].seconds <= deadline and runs[-1].device_hours > 1.2 * cheapest:
                 break
@@ -224,17 +224,14 @@ def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
         elif batch or size > devices:
             break
     if not batch:
-        raise _none(space, f"{space.model.name} does not fit {space.cluster} with {_sequences(space)} in any batch")
+        sequences = f"sequences of {space.workload.seq:,} tokens"
+        raise _none(space, f"{space.model.name} does not fit {space.cluster} with {sequences} in any batch")
     step = batch // 8
     while step and step % odd == 0 and fitting(batch + step):
         batch += step
     found = fitting(batch)
     assert found
     return batch, found
-
-
-def _sequences(space: Space) -> str:
-    return f"sequences of {space.workload.seq:,} tokens"
 
 
 def at_once(frame: LayoutColumns) -> LayoutColumns | None:
@@ -252,11 +249,6 @@ def largest_micro(space: Space, usable: float) -> SmallestCandidate | None:
 
 def _searched(space: Space) -> str:
     return f"{space.cluster}: {space.size:,} layouts"
-
-
-def _fastest(space: Space, usable: float, bound: Bound | None) -> Priced | None:
-    found = search(space, Pricing(space.cluster), top=1, usable=usable, bound=bound)
-    return found.best[0] if found.best else None
 
 
 def _sizes(space: Space, most: int, halves: bool = False) -> Iterator[Space]:

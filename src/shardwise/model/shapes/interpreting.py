@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from shardwise.errors import UserError
@@ -64,7 +65,7 @@ def interpret(
     read = _Reading(family, attributes, model_type, precision)
     stacks = _stacks(tensors)
     layers: list[list[Shaped]] = [[] for _ in range(sum(stacks.values()))]
-    starts = dict(zip(stacks, _starts(list(stacks.values())), strict=True))
+    starts = dict(zip(stacks, accumulate(stacks.values(), initial=0), strict=False))
     ends: list[Shaped] = []
     for tensor in tensors:
         stack = tensor[0].partition(".{}")[0]
@@ -106,10 +107,6 @@ def _stacks(tensors: Sequence[Shaped]) -> dict[str, int]:
             stack = name.partition(".{}")[0]
             found[stack] = max(found.get(stack, 0), layer + 1)
     return found
-
-
-def _starts(counts: list[int]) -> list[int]:
-    return [sum(counts[:i]) for i in range(len(counts))]
 
 
 def _experts(read: _Reading, layers: Sequence[Sequence[Shaped]]) -> Experts | None:
@@ -292,7 +289,9 @@ def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Sh
     if shared and layer >= config.layers - shared:
         return LayerCache("none")
     if config.latent_attention and re.search("kv_a_proj|kv_b_proj", names):
-        return LayerCache("latent", _latent_numbers(config, tensors), extra=int(index), window=_window(read, kind))
+        down = (s[1] for n, _, s in tensors if "kv_a_proj" in n and n.endswith("weight"))
+        kept = next(down, config.latent_attention.cached)
+        return LayerCache("latent", kept, extra=int(index), window=_window(read, kind))
     if "compress" in kind:
         rates = {k.rpartition(".")[2]: v for k, v in read.attributes.items() if k.startswith("compress_rates.")}
         width = read.integer("head_dim", default=config.head_dim)
@@ -304,12 +303,6 @@ def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Sh
         return LayerCache("linear", state=state) if state else LayerCache("none")
     window = _window(read, kind)
     return LayerCache("window" if window else "full", numbers, heads, window, extra=int(index), state=state)
-
-
-def _latent_numbers(config: ModelConfig, tensors: Sequence[Shaped]) -> int:
-    down = [s[1] for n, _, s in tensors if "kv_a_proj" in n and n.endswith("weight")]
-    assert config.latent_attention
-    return down[0] if down else config.latent_attention.cached
 
 
 def _key_numbers(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Shaped]) -> tuple[int, int]:

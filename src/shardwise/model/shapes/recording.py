@@ -96,15 +96,13 @@ def record_config(config: Any) -> RecordedModel:
         seen.setdefault(id(tensor), (name, tuple(tensor.shape)))
     kept = tuple((name, shape) for name, shape in seen.values() if not TOWERS.search(name))
     if not any(name.endswith("lm_head.weight") for name, _ in kept) and not hasattr(model, "lm_head"):
-        kept += (("lm_head.weight", (text.vocab_size, text.hidden_size)),) * (not _tied(config))
+        kept += (("lm_head.weight", (text.vocab_size, text.hidden_size)),) * (
+            not getattr(config, "tie_word_embeddings", None)
+        )
     windowed = "sliding_window_causal_mask" in inspect.getsource(inspect.getmodule(type(model)))  # type: ignore[arg-type]
     return RecordedModel(
         attributes_of(text), kept, _cuts(model), type(model).__name__, dict(text.attribute_map or {}), windowed
     )
-
-
-def _tied(config: Any) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", None))
 
 
 def _cuts(model: Any) -> dict[str, str]:

@@ -105,8 +105,8 @@ def micro_batch(memory: EngineMemory, plan: UnitPlan, settings: EngineSettings =
     freed = frozenset(settings.modules) | frozenset(memory.selective if recompute == "selective" else ())
 
     def total(rows: Sequence[TensorRow]) -> float:
-        return float(sum(prod(_number(word, widths) for word in row.size) * (row.narrow if narrow else row.wide)
-                         for row in rows))  # fmt: skip
+        sizes = (prod(int(word) if word.isdigit() else widths[word] for word in row.size) for row in rows)
+        return float(sum(size * (row.narrow if narrow else row.wide) for size, row in zip(sizes, rows, strict=True)))
 
     stream = float(widths["stream"] * widths["hidden"] * WEIGHT)
     saved, remade, backward = [], [], []
@@ -123,10 +123,6 @@ def micro_batch(memory: EngineMemory, plan: UnitPlan, settings: EngineSettings =
         stream, saved[0], saved[1], remade[0], remade[1], backward[0], backward[1],
         embedding=float(widths["tokens"] * 8), head=2 * stream, loss=logits * each / memory.loss_chunks,
     )  # fmt: skip
-
-
-def _number(word: str, widths: dict[str, int]) -> int:
-    return int(word) if word.isdigit() else widths[word]
 
 
 class RankNumbers(NamedTuple):

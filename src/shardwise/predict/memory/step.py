@@ -51,7 +51,8 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
             sum(lasting.values()) + packed + held.peak,
             **lasting, gradients=held.gradients, comm=held.comm + packed, saved=held.saved,
         )  # fmt: skip
-    slots, step = _weight_slots(plan), list(moments(plan))
+    slots = sum(packed_slot_bytes(plan).values()) + kept_pieces(plan) + (plan.layout.stage == 3) * slot_bytes(plan)
+    step = list(moments(plan))
     return Bytes.of(
         sum(lasting.values()) + slots + max(held.total + beside for held, beside in step),
         **lasting, gradients=gradient_bytes(plan), comm=slots + max(held.comm for held, _ in step),
@@ -95,11 +96,6 @@ def optimizer_arrays(plan: UnitPlan) -> dict[str, int]:
 def optimizer_bytes(plan: UnitPlan) -> int:
     """Sum of `optimizer_arrays`."""
     return sum(optimizer_arrays(plan).values())
-
-
-def _weight_slots(plan: UnitPlan) -> int:
-    packed = sum(packed_slot_bytes(plan).values()) + kept_pieces(plan)
-    return packed + (plan.layout.stage == 3) * slot_bytes(plan)
 
 
 def kept_pieces(plan: UnitPlan) -> int:

@@ -60,7 +60,8 @@ def device_of(
     if sustained := {s["of"][0]: _rate(s) for s in samples if s["what"] == "sustained"}:
         table["sustained"] = sustained
     tiles = dict(_FLAT if kind == "cpu" else catalog_form(family))
-    table["matmul"] = {dtype: _flat_grid(tiles) for dtype in peaks}
+    flat = {**tiles, "axes": [[1, 2]] * 3, "residual": np.zeros((2, 2, 2)).tolist()}
+    table["matmul"] = dict.fromkeys(peaks, flat)
     bare = Device(name, kind, memory, bandwidth, peaks, source, table)
     kernels = Kernels(constants(bare))
     table["matmul"] = {dtype: _matmul(samples, dtype, tiles, kernels) for dtype in peaks}
@@ -80,10 +81,6 @@ def family_of(capability: Sequence[int]) -> str:
 
 _FLAT = {"tiles": [[1, 1, 1.0]], "latency_s": 0.0, "split_latency_s": 0.0, "bandwidth_share": 1.0, "prologue_k": 0.0}
 """A device without multiprocessors to fill: FLOPs over the peak, and the measured grid on top."""
-
-
-def _flat_grid(form: Mapping[str, Any]) -> dict[str, Any]:
-    return {**form, "axes": [[1, 2]] * 3, "residual": np.zeros((2, 2, 2)).tolist()}
 
 
 def _figure(number: float) -> float:

@@ -104,10 +104,6 @@ def _exposed(copies: Num, beside: Num, first: Num) -> Num:
     return copies - (1 - SLOWDOWN) * np.minimum(copies * (1 - first), beside)
 
 
-def _fraction(split: StepShape) -> Num:
-    return np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded)
-
-
 def _accumulates(split: StepShape) -> Num:
     """Whether gradients are accumulated in the host's memory (`layout.homes.accumulates_on_host`)."""
     return (np.asarray(split.offload) != "none") & (np.asarray(split.zero) >= 2)
@@ -124,7 +120,8 @@ def _gradients(split: StepShape, host: HostShare, updated: Num) -> _Moved:
 
 def _update(split: StepShape, host: HostShare, updated: Num) -> _Moved:
     """The optimizer's step: gradients down, update, weights up, and state from and to the disk."""
-    fraction, nbytes, there = _fraction(split), split.gradient_width, _accumulates(split)
+    fraction = np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded)
+    nbytes, there = split.gradient_width, _accumulates(split)
     away, here = updated * fraction, updated * np.where(fraction > 0, 1 - fraction, 0.0)
     homed = np.asarray(split.offload_params) != "none"
     down = np.where(there, 0.0, away * nbytes) + np.where(homed, here * split.width, 0.0)

@@ -122,7 +122,8 @@ class ServedModel:
         rows = captured(batch, engine)
         block: dict[str, Num] = {"weights": sum(self.decode_products(rows))}
         heads = model.vocab / (1 if engine.head_replicated else serving.tp)
-        head = self._product(rows, heads, model.hidden, self._head_type)
+        quantised = engine.head_quantised or weight_format(serving.weights).each > 2
+        head = self._product(rows, heads, model.hidden, serving.weights if quantised else "bf16")
         seen = sum(share * np.minimum(window or np.inf, context) for window, share in _windows(model))
         cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
         block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
@@ -311,11 +312,6 @@ class ServedModel:
         share = known.value(f"gemv_{stored.dtype}")
         launches = 2 if stored.dtype == "int8" and self.engine.scales_apart else 1
         return wide * deep * stored.width / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
-
-    @property
-    def _head_type(self) -> str:
-        weights = self.layout.weights
-        return weights if self.engine.head_quantised or weight_format(weights).each > 2 else "bf16"
 
     def _elementwise(self, tokens: Num) -> Num:
         """Norms, rotation, cache update, activation of one block: bytes and kernels."""

@@ -103,6 +103,7 @@ def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> StepShape:
     recompute = _recompute(row, assumed)
     if "rowwise" in str(row.get("precision")).lower():
         assumed.append("products scaled by row, without fast sums: at the rate of 16 bits (torchtitan issue 1207)")
+    usual = "float8_e4m3fn" if "megatron-bridge" in source(row) else "bfloat16"
     zero = stage_of(row, assumed)
     words = f"{source(row)} {row.get('techniques', '')}"
     # torchtitan: models/llama3/infra/parallelize.py, apply_tp: norms and residual streams are cut by sequence.
@@ -121,7 +122,7 @@ def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> StepShape:
         zero=zero if dp * cp > 1 else 0,
         sp=sp,
         recompute=recompute,
-        dtype=_dtype(row),
+        dtype=dtype_of(row) if row.get("precision") else usual,
     )
 
 
@@ -161,12 +162,6 @@ INTERLEAVED = (("megatron-bridge", 4), ("megatron-core", 1))
 layers (docs/performance-guide.md). Megatron-LM's README overlaps messages of pipelines, which only interleaved ones can
 (NVIDIA/Megatron-LM@d98e8a64, megatron/training/arguments.py); its 177B model is as fast on 96 to 4,608 GPUs
 (published_scaling.json) as with a layer each, and could not be with 16 layers in one piece."""
-
-
-def _dtype(row: Row) -> str:
-    if not row.get("precision"):
-        return "float8_e4m3fn" if "megatron-bridge" in source(row) else "bfloat16"
-    return dtype_of(row)
 
 
 def dtype_of(row: Row) -> str:
