@@ -13,7 +13,7 @@ from shardwise.layout import Workload
 from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
-from shardwise.model.formats import stored_bytes
+from shardwise.model.formats import weight_format
 from shardwise.model.hub import hub_models
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
@@ -228,7 +228,7 @@ def test_quantized_matrices_have_the_bytes_of_their_format_and_its_scales(given,
     precision = read_precision({"quantization_config": given})
     assert precision is not None
     assert precision.of("model.layers.3.mlp.experts.down_proj", (1024, 4096)) == words
-    assert stored_bytes(words, (1024, 4096)) == each * 2**22
+    assert weight_format(words).nbytes((1024, 4096)) == each * 2**22
     assert precision.of("model.layers.3.input_layernorm", (4096,)) == ""
     assert precision.of("model.layers.3.mlp.gate", (64, 4096)) == "" or given["quant_method"] == "mxfp4"
 

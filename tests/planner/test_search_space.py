@@ -13,12 +13,13 @@ from harness.frames import frame_of
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check
+from shardwise.layout.keys import divisors
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.flops import forward_flops_per_token
 from shardwise.planner import Space, plan
 from shardwise.planner.ranking import SWITCHES, distinct, words
-from shardwise.planner.space import LayoutColumns, divisors, held_by
+from shardwise.planner.space import LayoutColumns, held_by
 from shardwise.predict.fixing import SCHEDULES, fixed_of
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import engine

@@ -9,6 +9,7 @@ causal attention is as much work on every rank (Megatron-LM, ring-flash-attentio
 from typing import NamedTuple, Self
 
 from shardwise.errors import LayoutError
+from shardwise.layout.keys import divisors
 from shardwise.layout.layout import Layout
 from shardwise.records import dataclass
 
@@ -92,7 +93,7 @@ class PageCut:
 
     def __post_init__(self) -> None:
         if self.page % self.cp:
-            valid = ", ".join(str(cp) for cp in range(1, self.page + 1) if self.page % cp == 0)
+            valid = ", ".join(map(str, divisors(self.page)))
             raise LayoutError(
                 f"cp={self.cp} does not divide the cache's pages of {self.page} tokens; valid cp: {valid}"
             )

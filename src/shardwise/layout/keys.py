@@ -7,6 +7,7 @@ lists of keys loop over `KEYS`. What a key does is in the code of its technique 
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, fields, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 from shardwise.errors import LayoutError, did_you_mean, nearest
@@ -39,7 +40,7 @@ class Group(NamedTuple):
     valid: slice = slice(None)
     """The sizes among the group's divisors, ascending; all of its ranks, in one part, is what 0 means, too."""
 
-    def sizes(self, whole: int) -> list[int]:
+    def sizes(self, whole: int) -> tuple[int, ...]:
         return divisors(whole)[self.valid]
 
 
@@ -600,5 +601,8 @@ def _meant(word: str, known: Collection[str]) -> str:
     return did_you_mean(name, known, "known keys:")
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import pipeline
-from shardwise.layout.keys import KEYS, changed, defaults, goes_with
+from shardwise.layout.keys import KEYS, changed, defaults, divisors, goes_with
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import check_own
 from shardwise.layout.tensor import split_dim
@@ -41,8 +41,7 @@ def valid_ulysses(model: ModelConfig, tp: int) -> list[int]:
 
 def valid_ep(model: Model, ranks: int) -> list[int]:
     """Expert-parallel degrees: those that divide the model's experts and the `ranks` of a stage (dp x cp x tp)."""
-    most = gcd(model.experts.count, ranks) if model.experts else 1
-    return [degree for degree in range(1, most + 1) if most % degree == 0]
+    return list(divisors(gcd(model.experts.count, ranks) if model.experts else 1))
 
 
 def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, ranks: int | None = None) -> None:

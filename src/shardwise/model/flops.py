@@ -57,7 +57,7 @@ def training_flops_per_token(config: Model, seq: int, causal: bool = True) -> in
     """
     parts = blueprint(config).parts
     maps = ((part.count, op) for part in parts for op in part.operations if isinstance(op, LinearOp))
-    frozen = sum(count * (op.elements + op.adapter_elements - op.trained_elements) for count, op in maps)
+    frozen = sum(count * op.elements for count, op in maps if op.frozen)
     return 3 * forward_flops_per_token(config, seq, causal) - 2 * frozen
 
 

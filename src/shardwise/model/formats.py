@@ -110,13 +110,3 @@ def weight_format(words: str) -> WeightFormat:
     zero = form.nbytes if match["zero"] else 0.0
     scale = float(match["scale"] or form.scale) + zero
     return WeightFormat(words, match["form"], form.nbytes, form.dtype, form.lossy, group, scale)
-
-
-def stored_bytes(words: str, shape: Sequence[int]) -> float:
-    """Bytes of a parameter of this shape, its scales included."""
-    return weight_format(words).nbytes(shape)
-
-
-def computing_type(words: str) -> str:
-    """torch's name of the type whose kernels compute with a format."""
-    return weight_format(words).dtype

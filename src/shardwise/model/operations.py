@@ -64,11 +64,6 @@ class LinearOp:
         """Elements of the matrices that one token is multiplied with, without adapters."""
         return self.active * self.inputs.size * sum(out.size for out in self.outputs)
 
-    @property
-    def trained_elements(self) -> int:
-        """Those of them, and of adapters, of which gradients are computed."""
-        return self.adapter_elements + (0 if self.frozen else self.elements)
-
     def flops_per_token(self, seq: int, causal: bool = True) -> int:
         return 2 * (self.elements + self.adapter_elements)
 

@@ -37,7 +37,7 @@ from shardwise.predict.memory.engine_bytes import (
 from shardwise.predict.memory.engine_rows import EngineMemory, engine_memory
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.step import predict_bytes
-from shardwise.predict.node_bytes import NodeBytes, node_bytes
+from shardwise.predict.node_bytes import node_bytes
 from shardwise.report.step_report import Bytes
 
 Refuses = Callable[[Layout], str]
@@ -65,7 +65,7 @@ class ExactMemory:
         self.model, self.workload, self.cluster, self.refuses = model, workload, cluster, refuses
         self.engine, self.settings = engine, settings
         self.backend = usual_backend(cluster)
-        self.node = cache(self._node)
+        self.node = cache(lambda layout: node_bytes(model, layout, workload, cluster))
         self._fullest: dict[Layout, FullestRank] = {}
         self._over: dict[Layout, FullestRank] = {}
 
@@ -90,9 +90,6 @@ class ExactMemory:
         if self.cluster.device.kind == "cpu":
             return held + ceil(self.node(layout).host / self.cluster.devices_per_node)
         return held if host is None or self.node(layout).host <= host else inf
-
-    def _node(self, layout: Layout) -> NodeBytes:
-        return node_bytes(self.model, layout, self.workload, self.cluster)
 
     def _followed(self, layout: Layout, usable: float) -> FullestRank:
         fullest: FullestRank | None = None

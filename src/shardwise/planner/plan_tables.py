@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shardwise.layout import Mesh
+from shardwise.layout.keys import divisors
 from shardwise.layout.model_size import named_size, size_words
 from shardwise.model.flops import MFU
 from shardwise.model.parameters import count
@@ -12,7 +13,6 @@ from shardwise.planner.plan import EXPERTS, Plan
 from shardwise.planner.price_words import price_line
 from shardwise.planner.pricing import Priced
 from shardwise.planner.runnable import OWN
-from shardwise.planner.space import divisors
 from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.tables import node_line
 from shardwise.report import time_parts

@@ -177,7 +177,7 @@ def search(
     every, considered, fitting = [], 0, 0
     for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited, bound=bound):
         every.append(block)
-        considered += shardings * sum(sum(of) for of in block.frame.possible)
+        considered += shardings * block.frame.orders_possible
         fitting += int(np.count_nonzero(np.isfinite(block.nbytes) & (block.nbytes <= usable)))
     best = best_of(every, exact, by, top, usable)
     return Found(tuple(price_places(space, best, pricing, exact)), considered, fitting, tuple(every))

@@ -32,16 +32,17 @@ from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
+from shardwise.layout.keys import divisors
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.serving import check_generation, check_length, plan_of
 from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import stored_as
-from shardwise.model.formats import computing_type, weight_format
+from shardwise.model.formats import weight_format
 from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.shortfall import more_devices
-from shardwise.planner.space import divisors, powers
+from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, crossover, serving_engine, usual_server
 from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
 from shardwise.predict.memory.capacity import usable_bytes
@@ -73,7 +74,7 @@ TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "in
 def type_name(weights: str, model: ModelConfig | None = None) -> str:
     """The usual name of a type or format of weights; of a model's own files theirs: mxfp4, whose type is int4."""
     stored = model.counted.stored if model and model.counted else ""
-    own = stored and computing_type(stored) == weights
+    own = stored and weight_format(stored).dtype == weights
     return stored.partition("-")[0] if own else TYPES.get(weights, weights)
 
 
@@ -566,7 +567,7 @@ class _Space:
             return True
 
         if self.model.counted and (stored := self.model.counted.stored):  # the files say which
-            name = computing_type(stored)
+            name = weight_format(stored).dtype
             return [name if known(name) else "bfloat16"]
         all_known = [name for name in TYPES if name == "bfloat16" or known(name)]
         if not self.asked:
@@ -614,7 +615,7 @@ class _Space:
     def lossy(self, weights: str) -> bool:
         stored = self.model.counted.stored if self.model.counted else stored_as(self.model.name)
         form = weight_format(weights)
-        return form.lossy and not (stored and computing_type(stored) == form.dtype)
+        return form.lossy and not (stored and weight_format(stored).dtype == form.dtype)
 
     def setup(self, weights: str, batch: int) -> ServingSetup:
         return ServingSetup(

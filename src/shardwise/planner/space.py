@@ -17,7 +17,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.keys import APART
+from shardwise.layout.keys import APART, divisors
 from shardwise.layout.layout import cut_layout, traced_cut
 from shardwise.layout.legality import check_positions, valid_ep
 from shardwise.layout.pipeline import splits_backward
@@ -408,10 +408,3 @@ class Space:
 def powers(most: int) -> list[int]:
     """1, 2, 4, ... and the number itself; nothing for 0."""
     return sorted({most, *(1 << k for k in range(most.bit_length()))}) if most > 0 else []
-
-
-@lru_cache(maxsize=4096)
-def divisors(n: int) -> tuple[int, ...]:
-    """Ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return tuple(sorted({*small, *(n // d for d in small)}))

@@ -94,11 +94,6 @@ class Stragglers:
                 )
 
     @property
-    def speeds_up(self) -> bool:
-        """Whether a step may be shorter than usual."""
-        return any(one.spread for one in self.slow)
-
-    @property
     def most(self) -> float:
         """The largest factor of a rank, as far as there is a largest one: without `spread`."""
         return math.prod(one.factor for one in self.slow)

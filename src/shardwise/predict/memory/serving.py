@@ -22,7 +22,7 @@ from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.layout.serving import check_generation, plan_of, rows_here
 from shardwise.model import ModelConfig
-from shardwise.model.formats import stored_bytes, weight_format
+from shardwise.model.formats import weight_format
 from shardwise.ops.limits import BYTE_ROWS, SCORES, WIDE_OUTPUTS, row_int8_bytes, tiled_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
@@ -227,7 +227,7 @@ def parameter_bytes(
         if padded != (1, 1) and plan.model.experts and weight_format(stored).form == "mxfp4":
             sides = plan.model.hidden, width_held(plan.model.experts.ffn, plan.layout.expert_tp)
             many = math.prod(-(-side // of) * of / side for side, of in zip(sides, padded, strict=True))
-        return stored_bytes(stored, placed.shape) * many
+        return weight_format(stored).nbytes(placed.shape) * many
     if not weights or not weight_format(weights).lossy or not has_fewer_bits(plan, placed, weights):
         return placed.numel * width
     if weights == "int8":
@@ -235,7 +235,7 @@ def parameter_bytes(
         # Activations of 16 bits on a CPU are multiplied as bytes, with matrices in tiles.
         tiled = cpu and width == 2
         return count * (tiled_int8_bytes(outputs, inputs) if tiled else row_int8_bytes(outputs, inputs, width=width))
-    return stored_bytes(weights, placed.shape)
+    return weight_format(weights).nbytes(placed.shape)
 
 
 def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:

@@ -13,6 +13,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.traffic import ADDING, FEEDING, PACKING, UNPACKING, held_parameters, table_parameters
+from shardwise.report.step_report import DTYPE_BYTES
 
 MOMENT = 6
 """The same of one moment's mean."""
@@ -73,7 +74,7 @@ def served_parts(
         raise UserError(f"the time of sync={layout.sync} is not modelled on GPUs, whose hosts' cores serve")
     servers = layout.parameter_servers.count
     elements = sum(float(count) for count in held_parameters(model, split, engine))
-    weight = {"bf16": 2, "fp32": 4, "fp64": 8}[layout.precision]
+    weight = DTYPE_BYTES[layout.dtype]
     gradient = weight if weight > 2 else int(split.gradient_width)
     far = layout.ranks - 1
     own = layout.training_ranks - (0 if layout.parameter_servers.own else 1)

@@ -173,7 +173,7 @@ class TrainConfig(Json):
         if slow.slow and seconds is None:
             if self.device == "cuda":
                 raise UserError("--slow on GPUs needs the time of a step's arithmetic: add --emulate TIME")
-            if slow.speeds_up:
+            if any(one.spread for one in slow.slow):
                 raise UserError("--slow with spread makes some steps faster, too: add --emulate TIME")
         if seconds is not None and seconds * slow.most >= self.hang:
             raise UserError(

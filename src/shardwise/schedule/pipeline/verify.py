@@ -143,9 +143,7 @@ class _Lists:
         kind, stage, micro, _, _ = action
         if stage not in held and kind != "SHARE_LOSS":
             return f"this rank has the stages {', '.join(map(str, sorted(held)))} only"
-        if kind == "REDUCE_GRAD":
-            return "" if micro < self.schedule.micro else f"there are {self.schedule.micro} micro-batches"
-        if (micro >= 0) != (kind in _DOES):
+        if kind != "REDUCE_GRAD" and (micro >= 0) != (kind in _DOES):
             return "it belongs to a micro-batch" if kind in _DOES else "it belongs to no micro-batch"
         return "" if micro < self.schedule.micro else f"there are {self.schedule.micro} micro-batches"
 
