@@ -25,18 +25,17 @@ from shardwise.model.parameters import Model, blueprint
 
 def valid_tp(model: ModelConfig, limit: int = 1024) -> list[int]:
     """Tensor-parallel degrees that divide the query heads and divide, or are divided by, the key/value heads."""
-    return [
-        t
-        for t in range(1, min(model.heads, limit) + 1)
-        if model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
-    ]
+    return [tp for tp in _of_heads(model.heads, model.kv_heads) if tp <= limit]
 
 
 def valid_ulysses(model: ModelConfig, tp: int) -> list[int]:
     """Context-parallel degrees under Ulysses: they divide a tp rank's query heads and divide, or are divided by, its
     key/value heads."""
-    heads, kv = model.heads // tp, max(1, model.kv_heads // tp)
-    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    return _of_heads(model.heads // tp, max(1, model.kv_heads // tp))
+
+
+def _of_heads(heads: int, kv: int) -> list[int]:
+    return [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
 
 
 def valid_ep(model: Model, ranks: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Qwen2, with biases on queries, keys and values, and Qwen3, which norms the heads of queries and keys."""
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.codec import keyed
@@ -45,15 +46,12 @@ QWEN2 = Family(
     write=write_qwen,
     lacks=llama_lacks,
 )
-QWEN3 = Family(
-    "qwen3",
+QWEN3 = replace(
+    QWEN2,
+    model_type="qwen3",
     fits=lambda c: c.norm == "rmsnorm" and c.qk_norm,
     read=_qwen3,
-    module="llama",
-    names=NAMES,
     architecture="Qwen3ForCausalLM",
-    write=write_qwen,
-    lacks=llama_lacks,
 )
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardwise.predict.time.profiles import listed
 from shardwise.records import dataclass
 
 SECTIONS = ("saved", "dense", "experts", "backward", "backward_dense", "backward_experts")
@@ -113,11 +114,8 @@ def _table() -> dict[str, EngineMemory]:
             key: base.rows[key] | {tensor: TensorRow.of(row) for tensor, row in table.pop(key, {}).items()}
             for key in SECTIONS
         }
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, (value, _) in table.items()
-        }
-        facts = base.facts | {key: source for key, (_, source) in table.items()}
-        found[name] = replace(base, name=name, rows=rows, facts=facts, **values)
+        values, facts = listed(table)
+        found[name] = replace(base, name=name, rows=rows, facts=base.facts | facts, **values)
     return found
 
 

@@ -193,7 +193,7 @@ class EngineProfile:
     """Field -> where it can be read; every field has one but the name and the features."""
 
 
-def _listed(rows: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+def listed(rows: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """(field -> value, field -> source) of a table of the file."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, (value, _) in rows.items()}
     return values, {name: source for name, (_, source) in rows.items()}
@@ -228,8 +228,8 @@ class _Profiles(Mapping[str, EngineProfile]):
         else:
             fields = [each for each in EngineProfile.__dataclass_fields__ if each not in ("name", "features", "facts")]
             base = EngineProfile(name, facts=dict.fromkeys(fields, rows.pop("unlisted")))
-        features, sources = _listed(rows.pop("features", {}))
-        values, facts = _listed(rows)
+        features, sources = listed(rows.pop("features", {}))
+        values, facts = listed(rows)
         can = replace(base.features, **features, sources={**base.features.sources, **sources})
         return replace(base, name=name, features=can, facts={**base.facts, **facts}, **values)
 

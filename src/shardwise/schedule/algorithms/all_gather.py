@@ -3,7 +3,7 @@
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns
-from shardwise.schedule.algorithms.registry import PAIRS, algorithm
+from shardwise.schedule.algorithms.registry import READS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds
 
 
@@ -46,9 +46,7 @@ def hierarchical(p: int, node: int = 0) -> Draft:
     return Draft(p, patterns.node_rings(p, node, reduce=False))
 
 
-@algorithm(
-    "all-gather", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
-)
+@algorithm("all-gather", "one-shot", **READS)
 def one_shot(p: int) -> Draft:
     """Each rank reads all others' pieces."""
     return Draft(p, patterns.read_all(p, reduce=False))

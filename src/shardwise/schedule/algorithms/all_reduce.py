@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns
-from shardwise.schedule.algorithms.registry import PAIRS, algorithm
+from shardwise.schedule.algorithms.registry import READS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def ring(p: int) -> Draft:
 @algorithm("all-reduce", "tree", source="Chan et al. 2007")
 def tree(p: int) -> Draft:
     """Up a binomial tree, and down again."""
-    return Draft(1, [*patterns.tree_up(p), *patterns.tree_down(p)])
+    return Draft(1, [*patterns.tree(p, up=True), *patterns.tree(p)])
 
 
 @lru_cache(maxsize=4)
@@ -97,17 +97,15 @@ def hierarchical_masters(p: int, node: int = 0) -> Draft:
     masters = members[:, 0]
     ring = nodes, masters, np.arange(nodes), np.roll(masters, -1)
     stages = [
-        *patterns.tree_up(g, members=members, chunks=nodes),
+        *patterns.tree(g, members=members, chunks=nodes, up=True),
         *patterns.ring_pass(*ring, reduce=True),
         *patterns.ring_pass(*ring, reduce=False),
-        *patterns.tree_down(g, members=members, chunks=nodes),
+        *patterns.tree(g, members=members, chunks=nodes),
     ]
     return Draft(nodes, stages)
 
 
-@algorithm(
-    "all-reduce", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
-)
+@algorithm("all-reduce", "one-shot", **READS)
 def one_shot(p: int) -> Draft:
     """Each rank reads all others' buffers and adds them in rank order.
 
@@ -118,9 +116,7 @@ def one_shot(p: int) -> Draft:
     return Draft(1, [RepeatedRounds.once(everything, "read and add")], regions=("data", "out"), result="out")
 
 
-@algorithm(
-    "all-reduce", "two-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
-)
+@algorithm("all-reduce", "two-shot", **READS)
 def two_shot(p: int) -> Draft:
     """Each rank reads and adds all others' parts of one piece, then reads the other pieces."""
     return Draft(p, [*patterns.read_all(p, reduce=True), *patterns.read_all(p, reduce=False)])

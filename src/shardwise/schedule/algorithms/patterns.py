@@ -70,22 +70,20 @@ def tree_edges(p: int) -> list[tuple[Ints, Ints, Ints]]:
     return levels
 
 
-def tree_down(p: int, root: int = 0, members: Ints | None = None, chunks: int = 1) -> list[RepeatedRounds]:
-    """All chunks from a root down a binomial tree of p ranks: ceil(log2 p) rounds.
+def tree(
+    p: int, root: int = 0, members: Ints | None = None, chunks: int = 1, *, up: bool = False
+) -> list[RepeatedRounds]:
+    """All chunks from a root down a binomial tree of p ranks: ceil(log2 p) rounds; or (`up`) backwards, their sum up to
+    its root.
 
     members: shape (trees, p), the ranks of several trees that work at the same time, roots first; left out, one tree of
     all ranks under `root`.
     """
     of = ((np.arange(p) + root) % p)[None] if members is None else members
     edges = [(of[:, parents].ravel(), of[:, children].ravel()) for parents, children, _ in tree_edges(p)]
-    return [RepeatedRounds.once(Round.of(up, down, 0, count=chunks), "broadcast") for up, down in edges]
-
-
-def tree_up(p: int, root: int = 0, members: Ints | None = None, chunks: int = 1) -> list[RepeatedRounds]:
-    """The sum of all chunks up a binomial tree to its root: `tree_down` backwards."""
-    of = ((np.arange(p) + root) % p)[None] if members is None else members
-    edges = [(of[:, parents].ravel(), of[:, children].ravel()) for parents, children, _ in reversed(tree_edges(p))]
-    return [RepeatedRounds.once(Round.of(down, up, 0, count=chunks, reduce=True), "reduce") for up, down in edges]
+    if up:
+        return [RepeatedRounds.once(Round.of(b, a, 0, count=chunks, reduce=True), "reduce") for a, b in edges[::-1]]
+    return [RepeatedRounds.once(Round.of(a, b, 0, count=chunks), "broadcast") for a, b in edges]
 
 
 def around(src: ArrayLike, dst: ArrayLike, first: ArrayLike, count: ArrayLike, p: int) -> Round:

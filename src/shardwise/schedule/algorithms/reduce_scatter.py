@@ -3,7 +3,7 @@
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns
-from shardwise.schedule.algorithms.registry import PAIRS, algorithm
+from shardwise.schedule.algorithms.registry import READS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 
@@ -43,9 +43,7 @@ def hierarchical(p: int, node: int = 0) -> Draft:
     return Draft(p, patterns.node_rings(p, node, reduce=True))
 
 
-@algorithm(
-    "reduce-scatter", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
-)
+@algorithm("reduce-scatter", "one-shot", **READS)
 def one_shot(p: int) -> Draft:
     """Each rank reads and adds all others' parts of its piece."""
     return Draft(p, patterns.read_all(p, reduce=True))

@@ -43,6 +43,10 @@ class Algorithm:
 
 PAIRS = 1024
 """Ranks of which all pairs can be listed: a million rows."""
+READS: dict[str, Any] = {
+    "natural": "one node", "source": "TensorRT-LLM custom all-reduce", "reads": True, "most": PAIRS,
+}  # fmt: skip
+"""Fields of algorithms whose ranks read each other's memory."""
 nearest = partial(did_you_mean, otherwise="there are", most=2, cutoff=0.5)
 
 _KNOWN: dict[str, dict[str, Algorithm]] = {collective: {} for collective in COLLECTIVES}
