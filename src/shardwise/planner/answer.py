@@ -176,7 +176,7 @@ def _searched(
 def _cheapest(space: Space, usable: float, top: int, refuses: Refuses | None) -> Winners:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes."""
     bound = bound_of(space)
-    parts = (replace(space, cluster=replace(space.cluster, nodes=count)) for count in powers(space.cluster.nodes))
+    parts = map(space.on_nodes, powers(space.cluster.nodes))
     searches = [_searched(part, "throughput", usable, top, True, refuses, bound) for part in parts]
     rows = [(one.layout.ranks * one.seconds, i, one, each) for each in searches for i, one in enumerate(each.best)]
     rows.sort(key=lambda row: row[:2])

@@ -155,13 +155,11 @@ def having(blocks: Iterable[Block], key: str, value: Any) -> list[Block]:
 
 def _values(block: Block, key: str) -> tuple[int, list[Any]]:
     frame = block.frame
-    if key in ("tp", "pp", "ep"):
-        return 0, [getattr(frame, key)] * len(frame.rows)
-    if key in ("cp", "micro", "sp", "recompute"):
-        return 0, [getattr(row, key) for row in frame.rows]
-    if key == "zero":
-        return 1, [sharding.zero for sharding in frame.shardings]
-    return 2, [order.schedule for order in frame.orders]
+    lists: Any = (BatchChoice, frame.rows), (ZeroChoice, frame.shardings), (ScheduleChoice, frame.orders)
+    for axis, (kind, choices) in enumerate(lists):
+        if key in kind._fields:
+            return axis, [getattr(choice, key) for choice in choices]
+    return 0, [getattr(frame, key)] * len(frame.rows)
 
 
 def _legal(block: Block, key: str) -> set[Any]:

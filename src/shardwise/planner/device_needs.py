@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, log2
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from shardwise.model.catalog import catalog
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import count
 from shardwise.planner.pricing import Prices
-from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_memory
+from shardwise.planner.ranking import Block, Candidate, best_of, blocks, bound_of, exact_memory
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import TYPES, Deployment, fastest_deployment, least_bytes, type_name
 from shardwise.planner.shortfall import fits
@@ -97,15 +97,13 @@ def training_needs(
         if (one := sizes.fastest(cluster)) is None:
             return None
         priced = price_of(cluster.device, price)
-        return DeviceNeed(cluster, one.layout, one.seconds, one.nbytes, tokens / one.seconds, priced)
+        return DeviceNeed(cluster, one.place.layout, one.seconds, one.nbytes, tokens / one.seconds, priced)
 
-    needs = _each_kind(need, sizes.least, kinds)
-    if not needs:
-        raise UserError(
-            f"{model.name} with {workload.batch} sequences of {workload.seq} tokens fits no cluster of up to "
-            f"{MOST_DEVICES:,} devices of the catalog: take a smaller --seq, or train adapters (--lora rank=16)"
-        )
-    return needs
+    return _each_kind(
+        need, sizes.least, kinds,
+        f"{model.name} with {workload.batch} sequences of {workload.seq} tokens fits no cluster of up to "
+        f"{MOST_DEVICES:,} devices of the catalog: take a smaller --seq, or train adapters (--lora rank=16)",
+    )  # fmt: skip
 
 
 def serving_needs(
@@ -122,19 +120,19 @@ def serving_needs(
         priced, weights = price_of(cluster.device, price), type_name(one.weights, model)
         return DeviceNeed(cluster, one.layout, one.token, one.held, one.tokens_per_second, priced, weights)
 
-    needs = _each_kind(need, lambda kind: 1, kinds)
-    if not needs:
-        raise UserError(
-            f"{model.name} with {workload.prompt + workload.output:,} tokens a sequence fits no cluster of the catalog"
-        )
-    return needs
+    return _each_kind(
+        need, lambda kind: 1, kinds,
+        f"{model.name} with {workload.prompt + workload.output:,} tokens a sequence fits no cluster of the catalog",
+    )  # fmt: skip
 
 
 def _each_kind(
-    need: Callable[[Cluster], DeviceNeed | None], least: Callable[[Accelerator], int], kinds: Collection[str] | None
-) -> list[DeviceNeed]:
+    need: Callable[[Cluster], DeviceNeed | None], least: Callable[[Accelerator], int], kinds: Collection[str] | None,
+    none: str,
+) -> list[DeviceNeed]:  # fmt: skip
     """The smallest cluster of each kind that has a need, in nodes of which the links are known; cheapest tokens
-    first, kinds without a price last. least: number of devices to begin with."""
+    first, kinds without a price last. least: number of devices to begin with. none: what a `UserError` says where no
+    kind has one."""
     needs = []
     for name, kind in accelerators().devices.items():
         if kinds is not None and name not in kinds:
@@ -144,6 +142,8 @@ def _each_kind(
         found = (need(cluster_of_size(kind, devices)) for devices in sizes)
         if (first := next(filter(None, found), None)) is not None:
             needs.append(first)
+    if not needs:
+        raise UserError(none)
     return sorted(needs, key=_order)
 
 
@@ -156,16 +156,6 @@ def cluster_of_size(kind: Accelerator, devices: int) -> Cluster:
     """So many devices of a kind, in nodes of 8, or racks where NVLink joins 72."""
     node = min(devices, RACK if kind.domain else NODE)
     return Cluster(devices // node, node, kind.device, kind.intra, kind.inter)
-
-
-class FastestLayout(NamedTuple):
-    """The fastest plain layout that fits a cluster."""
-
-    layout: Layout
-    seconds: float
-    """Seconds per step."""
-    nbytes: float
-    """Bytes of the fullest device."""
 
 
 class _TrainingSizes:
@@ -182,22 +172,19 @@ class _TrainingSizes:
         state = count(self.model) * (WEIGHT if self.model.lora else state_bytes("bf16", self.workload.optimizer))
         return 1 << max(0, ceil(log2(state / usable_bytes(cluster_of_size(kind, 1)))))
 
-    def fastest(self, cluster: Cluster) -> FastestLayout | None:
+    def fastest(self, cluster: Cluster) -> Candidate | None:
+        """The fastest plain candidate that fits a cluster, with its exact bytes."""
         usable = room_of(cluster, self.space.engine.name, bool(self.model.experts)).safe
         fitting = [block for block in self.blocks(cluster.devices) if (block.nbytes <= usable).any()]
         if not fitting:
             return None
-        engine, pricing = self.space.engine, Pricing(cluster)
         frames = [block.frame for block in fitting]
-        prices = Prices(self.model, self.workload, self.space.attention, pricing, frames)
-        priced = [
-            replace(block, seconds=np.where(np.isfinite(block.nbytes), prices.seconds(block.frame, engine), np.inf))
-            for block in fitting
-        ]
+        prices = Prices(self.model, self.workload, self.space.attention, Pricing(cluster), frames)
+        priced = [replace(block, engine=self.space.engine).priced(prices) for block in fitting]
         for place in best_of(priced, self.exact, "throughput", 1, usable):
             seconds = next(block.seconds for block in priced if block.frame is place.frame)
             index = place.row, place.sharding, place.order
-            return FastestLayout(place.layout, float(seconds[index]), self.exact.total(place.layout))
+            return Candidate(float(seconds[index]), self.exact.total(place.layout), place)
         return None
 
     def _blocks(self, devices: int) -> Sequence[Block]:

@@ -103,7 +103,7 @@ def best_apart(
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
-    strategy_of = partial(_strategy, model, engine, cluster, weights, cache)
+    strategy_of = partial(DecodeStrategy, model, engine=engine, cluster=cluster, weights=weights, cache=cache)
     decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
     nbytes, best = cache_bytes(model, workload.prompt, cache), None
     for layout in (one.layout for one in reading):
@@ -141,7 +141,7 @@ def fewest_apart(
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
-    strategy_of = partial(_strategy, model, engine, cluster, weights, cache)
+    strategy_of = partial(DecodeStrategy, model, engine=engine, cluster=cluster, weights=weights, cache=cache)
     nbytes, best = cache_bytes(model, workload.prompt, cache), None
     decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
     for layout in (one.layout for one in reading):
@@ -191,12 +191,6 @@ def _answered(clients: int, answer: Num, busy: float, count: Num) -> Num:
         fewer = rate * (answer + load * busy / (2 - 2 * load)) < clients
         low, high = np.where(fewer, rate, low), np.where(fewer, high, rate)
     return low
-
-
-def _strategy(
-    model: ModelConfig, engine: EngineProfile, cluster: Cluster, weights: str, cache: str, layout: Layout
-) -> DecodeStrategy:
-    return DecodeStrategy(model, layout, engine, cluster, weights, cache)
 
 
 def cache_bytes(model: ModelConfig, tokens: int, cache: str = "bfloat16") -> int:

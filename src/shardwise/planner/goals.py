@@ -3,7 +3,7 @@
 Each asks the search again for other clusters, models or sequences; all answers are exact for the steps that they try.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from shardwise.model.parameters import count
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import bound_of, search
 from shardwise.planner.shortfall import SmallestCandidate, fits, why_no_layout
-from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
+from shardwise.planner.space import LayoutColumns, Space, powers, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
 from shardwise.predict.time.pricing import Pricing
 
@@ -103,7 +103,7 @@ def scaling(space: Space, usable: float, progress: Progress = lambda line: None)
     fastest: list[tuple[Cluster, Priced | None]] = []
     ideal, on = 0.0, space.cluster
     bound = bound_of(space)
-    for part in _sizes(space, space.cluster.nodes):
+    for part in map(space.on_nodes, powers(space.cluster.nodes)):
         progress(_searched(part))
         found = search(part, Pricing(part.cluster), top=1, usable=usable, unlimited=True, bound=bound)
         fastest.append((part.cluster, found.best[0] if found.best else None))
@@ -131,7 +131,8 @@ def cheapest_cluster(
     runs: list[Run] = []
     bound = bound_of(space)
     most = max(1, MOST_DEVICES // space.cluster.devices_per_node)
-    for part in _sizes(space, most, halves=True):
+    counts = sorted({n for k in range(most.bit_length()) for n in (1 << k, 3 << k >> 1) if n <= most})
+    for part in map(space.on_nodes, counts):
         # More devices than 64 a sequence have too little to do.
         if part.cluster.devices > space.workload.batch * 64:
             break
@@ -249,10 +250,3 @@ def largest_micro(space: Space, usable: float) -> SmallestCandidate | None:
 
 def _searched(space: Space) -> str:
     return f"{space.cluster}: {space.size:,} layouts"
-
-
-def _sizes(space: Space, most: int, halves: bool = False) -> Iterator[Space]:
-    powers = [1 << k for k in range(most.bit_length())]
-    counts = {*powers, *(3 * n // 2 for n in powers[1:] if halves), *([] if halves else [most])}
-    for nodes in sorted(n for n in counts if n <= most):
-        yield replace(space, cluster=replace(space.cluster, nodes=nodes))

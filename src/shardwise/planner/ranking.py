@@ -110,6 +110,11 @@ class Block:
         seconds = None if self.seconds is None else np.where(keep, self.seconds, np.inf)
         return replace(self, nbytes=np.where(keep, self.nbytes, np.inf), seconds=seconds)
 
+    def priced(self, prices: Prices) -> Block:
+        """The block with seconds."""
+        seconds = prices.seconds(self.frame, self.engine)
+        return replace(self, seconds=np.where(np.isfinite(self.nbytes), seconds, np.inf))
+
     def place(self, at: int) -> CandidateIndex:
         row, sharding, order = (int(n) for n in np.unravel_index(at, self.frame.shape))
         return CandidateIndex(self.frame, self.engine, row, sharding, order)
@@ -208,8 +213,7 @@ def blocks(
             chosen = np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
             block = Block(frame, engine, nbytes).only(chosen)
             if prices and (unlimited or (block.nbytes <= usable).any()):
-                seconds = np.where(np.isfinite(block.nbytes), prices.seconds(frame, engine), np.inf)
-                block = replace(block, seconds=seconds)
+                block = block.priced(prices)
             yield len(shardings), block
 
 

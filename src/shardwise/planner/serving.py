@@ -169,12 +169,12 @@ class ServingPlan(Answer[Deployment], Printable):
     quantised: tuple[Deployment, Deployment] | None
     gathering: Deployment | None
     crossover: tuple[int, int | None] | None
+    space: _Space = field(repr=False, compare=False)
+    """Prices of deployments."""
     price: DevicePrice | None = None
     """Of one device; None where it has no list price and none was given."""
     lossless: Deployment | None = None
     """The best whose weights keep the model's own bits; None where none fits."""
-    space: _Space | None = field(default=None, repr=False, compare=False)
-    """Prices of deployments."""
     apart: Disaggregated | None = None
     """The best instances for prefill and for decoding, weights as the winner's, or the fewest that answer a rate; None
     where none fit."""
@@ -263,17 +263,14 @@ class ServingPlan(Answer[Deployment], Printable):
 
     def words(self, weights: str) -> str:
         """The format of a type of weights, as the engine stores it."""
-        assert self.space
         return self.space.words(weights)
 
     @property
     def share(self) -> float:
         """Share of a device's memory that a server may fill."""
-        assert self.space
         return self.space.engine.cache_share
 
     def strategy(self, one: Deployment) -> DecodeStrategy:
-        assert self.space
         return self.space.strategy(one.layout, one.weights)
 
     def to_json(self) -> dict[str, Any]:
@@ -347,7 +344,7 @@ def plan_serving(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(split), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
-        price_of(cluster.device, price), lossless, space,
+        space, price_of(cluster.device, price), lossless,
         _apart(space, everything, ranked[0].weights, rate), rate, bounds, shown, assumed,
     )  # fmt: skip
 

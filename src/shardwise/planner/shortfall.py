@@ -108,8 +108,7 @@ def why_no_layout(space: Space) -> UserError:
     if replicas and not any(space.workload.batch % dp == 0 for dp in replicas):
         ways.append(f"take a batch that is a multiple of {replicas[0]}")
     for nodes in range(space.cluster.nodes - 1, max(0, space.cluster.nodes - 64), -1):
-        smaller = replace(space, cluster=replace(space.cluster, nodes=nodes))
-        if smaller.frames:
+        if (smaller := space.on_nodes(nodes)).frames:
             ways.append(f"use {smaller.cluster}")
             break
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'give other numbers of devices or sequences'}")

@@ -6,11 +6,11 @@ frame is a grid of arrays and never a list of layouts. `Space` defines exactly w
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -258,6 +258,10 @@ class Space:
     def homes(self) -> Homes:
         """Homes of all candidates: what is fixed, else the device."""
         return Homes(*(self.fixed.get(key, "none") for key in Homes._fields))
+
+    def on_nodes(self, nodes: int) -> Self:
+        """The same on so many nodes."""
+        return replace(self, cluster=replace(self.cluster, nodes=nodes))
 
     @cached_property
     def frames(self) -> tuple[LayoutColumns, ...]:
