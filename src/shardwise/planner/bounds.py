@@ -243,7 +243,10 @@ class MemoryBound:
         if not new:
             return
         self._places |= {key: len(self._places) + at for at, key in enumerate(new)}
-        self._table = np.concatenate([self._table, self._micro_batches(list(new.values()))], axis=1)
+        asked = list(new.values())
+        # Of blocks with experts and without them, the least of each number.
+        least = reduce(np.minimum, (self._of_blocks(model, asked) for model in self._one_block))
+        self._table = np.concatenate([self._table, least], axis=1)
 
     def total(self, frame: LayoutColumns) -> Num:
         """At least the bytes of each candidate's fullest rank, an array of the frame's shape."""
@@ -278,12 +281,8 @@ class MemoryBound:
             return row
         return row.cp, row.sp, row.recompute, row.micro == 1, row.micro * self.workload.seq
 
-    def _micro_batches(self, rows: list[tuple[int, int, BatchChoice]]) -> Num:
-        """Bytes of micro-batches, an array of fields x rows: of blocks with experts and without them, the least of each
-        number. rows: tp, ep and row of each."""
-        return reduce(np.minimum, (self._of_blocks(model, rows) for model in self._one_block))
-
     def _of_blocks(self, model: ModelConfig, rows: list[tuple[int, int, BatchChoice]]) -> Num:
+        """Bytes of micro-batches, an array of fields x rows. rows: tp, ep and row of each."""
         groups: dict[Any, tuple[UnitPlan, list[int]]] = {}
         plan_of = cache(partial(self._alone, model))
         for at, (tp, ep, row) in enumerate(rows):

@@ -120,7 +120,10 @@ class RankBound:
         """At least the bytes of this rank."""
         gathered = self.stage == 3
         padded, shard = self._elements
-        parameters = np.where(gathered, shard * self._interval, padded * WEIGHT)
+        # On the device, of an element of an interval at stage 3 (`predict.memory.step.parameter_bytes`).
+        there = WEIGHT if self.frame.homes.offload_params == "none" else 0
+        interval = MASTER if self.offload_home == "none" else there
+        parameters = np.where(gathered, shard * interval, padded * WEIGHT)
         optimizer = self._updated_here(shard, 2 * self.layers + MOST_ENDS) * self.state_bytes
         if self.offload_home == "none":
             optimizer = optimizer - np.where(gathered, shard * MASTER, 0)
@@ -135,13 +138,6 @@ class RankBound:
             of_one = np.where(self.stage == 3, unit.shard_numel, unit.numel) * width
             total = total + of_one * (self.layers if name in (frozen_of("blocks.0"), narrow_of("blocks.0")) else 1)
         return total
-
-    @property
-    def _interval(self) -> int:
-        """Bytes on the device of an element of a rank's interval at stage 3 (`predict.memory.step.parameter_bytes`)."""
-        if self.offload_home == "none":
-            return MASTER
-        return WEIGHT if self.frame.homes.offload_params == "none" else 0
 
     def _updated_here(self, shard: Num, units: Num) -> Num:
         """At least the elements of `units` units whose optimizer state is on the device: of each unit, the part that is

@@ -649,7 +649,10 @@ class _Space:
         return asked, free
 
     def _answered_by(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num, clients: Num) -> RequestSeconds[Num]:
-        return self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, clients)), batch, clients)
+        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp, pp)
+        served = ServedModel(self.model, serving, self.engine, pricing_for(self.cluster))
+        token = self._token(served, pp, dp, np.minimum(batch, clients))
+        return self._answered(token, *self._prompt(served, pp, dp), batch, clients)
 
     def _rows(self, tp: int, weights: str) -> Iterator[tuple[float, ...]]:
         """(tp, pp, replicas, sequences of a replica, tokens of its cache, bytes, of them weights, workspace, of the
@@ -665,12 +668,6 @@ class _Space:
                     wanted += [(min(most, ceil(self.workload.concurrency / dp)), True)] if most else []
                 for batch, asked in wanted:
                     yield tp, pp, dp, batch, pages * PAGE, *memory.row(batch), asked
-
-    def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
-        """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
-        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp, pp)
-        served = ServedModel(self.model, serving, self.engine, pricing_for(self.cluster))
-        return self._token(served, pp, dp, batch), *self._prompt(served, pp, dp)
 
     def _token(self, served: ServedModel, pp: Num, dp: Num, batch: Num) -> Num:
         """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for

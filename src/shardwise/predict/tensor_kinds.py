@@ -6,14 +6,13 @@ from itertools import product
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.algorithm_names import COLLECTIVES
 from shardwise.layout.axes import TP
 from shardwise.layout.keys import CHOICES
 from shardwise.layout.units import usual_backend
 from shardwise.model.parameters import Model
 from shardwise.predict.estimate import estimate
 from shardwise.predict.traffic.ring_volume import ring_bytes
-
-OPERATIONS = {"all_reduce": "all-reduce", "all_gather_into": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def _kind(model: Model, layout: Layout, workload: Workload, cluster: Cluster) ->
     role = max(report.roles, key=lambda role: role.peak_bytes)
     plan = unit_plan(model, layout, workload, rank=role.ranks[0], backend=usual_backend(cluster))
     rows = [row for row in role.ledger if row.axes == "_".join(TP)]
-    payload = dict.fromkeys(OPERATIONS.values(), 0)
+    payload = dict.fromkeys(COLLECTIVES.values(), 0)
     for row in rows:
-        payload[OPERATIONS[row.op]] += row.payload_bytes
+        payload[COLLECTIVES[row.op]] += row.payload_bytes
     sent = sum(ring_bytes(row, plan) for row in rows)
     return TensorKind(layout, payload, round(sent), role.bytes.saved, role.peak_bytes, report.time)

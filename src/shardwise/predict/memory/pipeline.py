@@ -278,15 +278,11 @@ class _Rank:
 
     def _routed(self, kind: str, stage: int, micro: int) -> tuple[int, int]:
         """Bytes that an action saves, or lets go of, beyond those of `of`; on the device, and in the host's memory."""
-        saved, kept, stored = self._beyond(stage, micro)
+        if (key := (stage, micro)) not in self.beyond:
+            self.beyond[key] = self.sizes.beyond(stage, micro)
+        saved, kept, stored = self.beyond[key]
         here = {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}[kind]
         return here, {"F": stored, "W": 0}.get(kind, -stored)
-
-    def _beyond(self, stage: int, micro: int) -> tuple[int, int, int]:
-        key = stage, micro
-        if key not in self.beyond:
-            self.beyond[key] = self.sizes.beyond(stage, micro)
-        return self.beyond[key]
 
     def _on_stage(self, kind: str, stage: int, moves: bool) -> None:
         """An action that computes, or that starts or ends a reduction."""

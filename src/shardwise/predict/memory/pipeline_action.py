@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import kept_items, saved_items, saved_mask, stored_bytes
@@ -91,10 +91,11 @@ class Effect(NamedTuple):
 class FollowedAction(ABC):
     """Follows one action on a stage; `effect` gives the result. What computes is a subclass's."""
 
-    def __init__(self, walk: MemoryTrace, parts: list[str]) -> None:
-        """walk: the buffers that the action can change, followed on. parts: of its stage; none for an action on no
-        stage."""
-        self.walk, self.parts = walk, parts
+    def __init__(self, of: Any, walk: MemoryTrace) -> None:
+        """of: the stage; None for an action on no stage. walk: the buffers that the action can change, followed on."""
+        self.walk, self.parts = walk, of.parts if of else []
+        if of:
+            self.of = of
         self.before = walk.now("loss")
         self.gradients = self.comm = self.rest = self.saved = self.stored = 0
         self.fullest: Change | None = None
@@ -154,13 +155,14 @@ class FollowedAction(ABC):
 class ActionMemory(FollowedAction):
     """An action of a model with a configuration."""
 
+    of: StageBytes
+
     def __init__(
         self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: MemoryTrace, moves: bool, masks: tuple[int, int]
     ) -> None:
-        """of: the stage; None for an action on no stage. moves: whether its micro-batch is on no other stage of the
-        rank, so that its masks and tables come or go. masks: bytes of a micro-batch's saved masks, and of its
-        tables."""
-        super().__init__(walk, of.parts if of else [])
+        """moves: whether its micro-batch is on no other stage of the rank, so that its masks and tables come or go.
+        masks: bytes of a micro-batch's saved masks, and of its tables."""
+        super().__init__(of, walk)
         self.plan, self.s = plan, s
         self.message = s.stream * s.hidden * s.element
         self.mask, shared = masks if moves else (0, 0)
@@ -168,8 +170,6 @@ class ActionMemory(FollowedAction):
         # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
         self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
         self.masks = masks[0]
-        if of:
-            self.of = of
 
     def forward(self) -> None:
         of = self.of

@@ -185,7 +185,11 @@ def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: 
     if room is not None:
         # The stage that is fullest with one cache need not be with another: each must have the room.
         context = min(_longest(plan, served, room) for plan in plans)
-        batch = min(_most(plan, served, room) for plan in plans)
+        batch = bisect_right(
+            range(1, MOST),
+            room,
+            key=lambda n: max(held_by(plan, replace(served, batch=n, cache=0)).total for plan in plans),
+        )
     pps = tuple(pp for pp in range(1, model.layers + 1))
     eps = tuple(valid_ep(model, model.experts.count)) if model.experts else ()
     return MemoryFit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps, eps)
@@ -456,11 +460,6 @@ def _longest(plan: UnitPlan, served: ServingSetup, room: float) -> int:
         range(1, pages + 1), room, key=lambda n: held_by(plan, replace(served, context=n * served.page, cache=0)).total
     )
     return min(fitting * served.page, most)
-
-
-def _most(plan: UnitPlan, served: ServingSetup, room: float) -> int:
-    """Sequences of the whole context."""
-    return bisect_right(range(1, MOST), room, key=lambda n: held_by(plan, replace(served, batch=n, cache=0)).total)
 
 
 def _degrees(degrees: tuple[int, ...]) -> str:

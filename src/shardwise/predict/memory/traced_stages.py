@@ -161,10 +161,7 @@ class TracedRankStages:
 class TracedAction(FollowedAction):
     """An action of a traced module, whose stages go backward as a whole."""
 
-    def __init__(self, of: TracedStageBytes | None, walk: MemoryTrace) -> None:
-        super().__init__(walk, of.parts if of else [])
-        if of:
-            self.of = of
+    of: TracedStageBytes
 
     def forward(self) -> None:
         of = self.of

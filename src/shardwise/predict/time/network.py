@@ -102,8 +102,11 @@ class Collectives:
         return Collectives(self._whole.seen_by(ranks, stride, pairs), self._constants, self._layout)
 
     def _curve_of(self, op: str, ranks: int, stride: int) -> _Curve:
+        """The curve of the densest group with the same links: inside a node distance does not matter, and neither does
+        it between nodes where each has one rank."""
         schedule = schedule_of(self._layout, op, range(0, ranks * stride, stride))
-        return self._curve(op, *self._group(ranks, stride), schedule)
+        inside = (ranks - 1) * stride < self.per_node
+        return self._curve(op, ranks, 1 if inside else min(stride, self.per_node), schedule)
 
     def _widening(self, op: str) -> int:
         """On CPUs a schedule sends a reduce-scatter of bf16 in fp32 (`layout.algorithms`): bytes on the wire over those
@@ -112,13 +115,6 @@ class Collectives:
         if layout.algorithm == "auto" or op != "reduce_scatter" or layout.stage == 1:
             return 1
         return 2 if layout.dtype == "bfloat16" and self._cluster.device.kind == "cpu" else 1
-
-    def _group(self, ranks: int, stride: int) -> tuple[int, int]:
-        """(ranks, stride) of the densest group with the same links: inside a node distance does not matter, and neither
-        does it between nodes where each has one rank."""
-        if (ranks - 1) * stride < self.per_node:
-            return ranks, 1
-        return ranks, min(stride, self.per_node)
 
     def streamed(self, nbytes: Num, which: str, ranks: Num = 1) -> Num:
         """Seconds in which a kernel of expert parallelism sends `nbytes` bytes over a "link" inside a node, to `ranks`

@@ -130,7 +130,9 @@ class ServedModel:
         block["memory"] = self._elementwise(rows)
         block |= self._between_ranks(rows)
         host, idle = (0.0, 0.0) if engine.compiled else self._host(sum(block.values()) * model.layers)
-        return PassSeconds(block, head, host + self._walks * batch * engine.request_s, idle)
+        # Hosts go through the requests of a group for a pass of it: each of p hosts through p groups.
+        walks = np.asarray(serving.pp) ** 2 if engine.stages_see_all else 1
+        return PassSeconds(block, head, host + walks * batch * engine.request_s, idle)
 
     def prefill_pass(self, batch: Num, prompt: Num) -> PassSeconds:
         """`prefill`, part by part. The head's product with one row a prompt is left out."""
@@ -249,12 +251,6 @@ class ServedModel:
             return once * stages + 0.0 * device, 0.0
         idle = np.where(stages == 1, np.maximum(once - device, 0.0), 0.0)
         return np.where(stages == 1, idle, once * stages), idle
-
-    @property
-    def _walks(self) -> Num:
-        """How often hosts go through the requests of a group for one pass of it."""
-        # Each of p hosts goes through p groups.
-        return np.asarray(self.layout.pp) ** 2 if self.engine.stages_see_all else 1
 
     def _between_ranks(self, tokens: Num) -> dict[str, Num]:
         """Seconds of a block's collectives on a pass of `tokens` tokens: two sums over tp, and those of norms over all
