@@ -127,13 +127,9 @@ def _exchange(paths: NodePaths, members: tuple[int, ...]) -> Link:
 
 def _switched(paths: NodePaths, members: Sequence[int]) -> bool:
     """Whether all links lead to each peer, over a switch; without one, each leads to one peer alone."""
-    whole = (sum(_nvlink(paths, a, b) for b in range(paths.devices) if b != a) for a in members)
+    links = ([paths.pair(a, b) for b in range(paths.devices) if b != a] for a in members)
+    whole = (sum(link.bandwidth or 0.0 for link in mine if link.kind == "nvlink") for mine in links)
     return bool(paths.ports) and max(whole) > paths.ports
-
-
-def _nvlink(paths: NodePaths, one: int, other: int) -> float:
-    link = paths.pair(one, other)
-    return link.bandwidth or 0.0 if link.kind == "nvlink" else 0.0
 
 
 def _ring(members: tuple[int, ...], near: set[tuple[int, int]], closed: bool) -> bool:

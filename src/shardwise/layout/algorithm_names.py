@@ -9,7 +9,7 @@ COLLECTIVES = {"all_reduce": "all-reduce", "all_gather_into": "all-gather", "red
 def check_algorithm(name: str, node: int) -> None:
     """Raise `LayoutError` for an algorithm that none of the three collectives has, and for a node size that is
     missing or without use."""
-    from shardwise.schedule.algorithms import find
+    from shardwise.schedule.algorithms import algorithms, find
 
     if name == "auto":
         raise LayoutError("node=N is for hierarchical algorithms; add algorithm=hierarchical or leave it out")
@@ -20,7 +20,8 @@ def check_algorithm(name: str, node: int) -> None:
         except UserError:
             continue
     if not found:
-        hint = did_you_mean(name, ["auto", *_names()], "choices:")
+        known = sorted({each.name for collective in COLLECTIVES.values() for each in algorithms(collective)})
+        hint = did_you_mean(name, ["auto", *known], "choices:")
         raise LayoutError(f"algorithm={name} is unknown; {hint}")
     if any("node" in algorithm.options for algorithm in found) != (node > 0):
         raise LayoutError(
@@ -28,9 +29,3 @@ def check_algorithm(name: str, node: int) -> None:
             if node
             else f"algorithm={name} needs node=N, the ranks of a node, such as node=8"
         )
-
-
-def _names() -> list[str]:
-    from shardwise.schedule.algorithms import algorithms
-
-    return sorted({each.name for collective in COLLECTIVES.values() for each in algorithms(collective)})

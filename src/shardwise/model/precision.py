@@ -193,10 +193,6 @@ def _bitsandbytes(given: Mapping[str, Any]) -> Precision:
     return Precision(form if form in ("nf4", "fp4") else "nf4", 64, scale=scale, kept=kept)
 
 
-def _mxfp4(given: Mapping[str, Any]) -> Precision:
-    return Precision("mxfp4", 32, kept=_names(given, "modules_to_not_convert"), only=r"experts")
-
-
 def _compressed(given: Mapping[str, Any]) -> Precision:
     """compressed-tensors: groups of weights, for classes of modules or for patterns of their names."""
     kept = (*_names(given, "ignore"), "embed_tokens", "gate", "router")
@@ -316,7 +312,7 @@ _READERS = {
     "gptq_marlin": _awq,
     "auto_round": _auto_round,
     "bitsandbytes": _bitsandbytes,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda given: Precision("mxfp4", 32, kept=_names(given, "modules_to_not_convert"), only="experts"),
     "compressed_tensors": _compressed,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,

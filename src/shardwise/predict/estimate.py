@@ -65,11 +65,13 @@ def estimate(
     roles = _roles(plan_of, Mesh.of(layout, model), recorded, counted, settings)
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings, plan_of)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
+    names = as_under_auto(roles)
+    unscheduled = f"algorithm={layout.algorithm} has no schedule for {names}: as under auto" if names else ""
     notes = [
         *assumed, *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
         *(model.counted.assumptions if model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
-        *_schedule_notes(layout, roles), *(timing.notes if timing else ()), *filter(None, [why]),
+        *filter(None, [unscheduled]), *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
     return StepReport(
         source="predicted", model={"name": model.name} if model.trace else model.to_json(),
@@ -87,11 +89,6 @@ def _counted(engine: str | None, model: Model, layout: Layout) -> str:
     from shardwise.predict.memory.engine_bytes import counts_engine
 
     return engine if counts_engine(engine, model, layout) else ""
-
-
-def _schedule_notes(layout: Layout, roles: Sequence[Role]) -> list[str]:
-    unscheduled = as_under_auto(roles)
-    return [f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []
 
 
 def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any] | None:

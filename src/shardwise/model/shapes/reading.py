@@ -85,10 +85,6 @@ def _first(pairs: Sequence[Any], scope: Scope) -> int:
     return next(evaluate(formula, scope) for condition, formula in pairs if holds(condition, scope))
 
 
-def _number(dim: Any, scope: Scope) -> int:
-    return evaluate(dim, scope) if isinstance(dim, str) else _first(dim, scope)
-
-
 def tensors_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Shaped]:
     yield from shaped(family, attributes_of(family, given))
 
@@ -101,4 +97,5 @@ def shaped(family: Mapping[str, Any], attributes: Mapping[str, Any]) -> Iterator
         for layer in range(counts[stack]) if layered else (-1,):
             scope = Scope(attributes, max(layer, 0))
             if any(holds(c, scope) for c in conditions):
-                yield name, layer, tuple(_number(dim, scope) for dim in dims)
+                shape = (evaluate(dim, scope) if isinstance(dim, str) else _first(dim, scope) for dim in dims)
+                yield name, layer, tuple(shape)

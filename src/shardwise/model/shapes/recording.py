@@ -100,14 +100,11 @@ def record_config(config: Any) -> RecordedModel:
             not getattr(config, "tie_word_embeddings", None)
         )
     windowed = "sliding_window_causal_mask" in inspect.getsource(inspect.getmodule(type(model)))  # type: ignore[arg-type]
-    return RecordedModel(
-        attributes_of(text), kept, _cuts(model), type(model).__name__, dict(text.attribute_map or {}), windowed
-    )
-
-
-def _cuts(model: Any) -> dict[str, str]:
     plans = (getattr(m.config, "base_model_tp_plan", None) for m in model.modules() if hasattr(m, "config"))
-    return dict(next((plan for plan in plans if plan), {}))
+    cuts = dict(next(filter(None, plans), {}))
+    return RecordedModel(
+        attributes_of(text), kept, cuts, type(model).__name__, dict(text.attribute_map or {}), windowed
+    )
 
 
 def _build(config: Any) -> Any:

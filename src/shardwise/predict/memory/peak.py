@@ -29,7 +29,10 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
         yield from traced_moments(plan, *traced, optimizer(plan))
         return
     if plan.routing.uneven:
-        yield from _of_any_micro_batch(plan)
+        # The most bytes that any micro-batch has beside the engine's buffers, which are the same in each.
+        each = (moments(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
+        for same in zip(*each, strict=True):
+            yield same[0][0], max(beside for _, beside in same)
         return
     s = Sizes.of(plan)
     known = sum(saved_inputs(plan, s, part) for part in plan.parts)
@@ -45,13 +48,6 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     always = inputs(plan, s) - known + tables(plan, s)
     for held in held_through_step(plan):
         yield held, always + (again if held.adds else beside)[held.when, held.part]
-
-
-def _of_any_micro_batch(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
-    """Moments with the most bytes that any micro-batch has beside the engine's buffers, which are the same in each."""
-    each = (moments(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
-    for same in zip(*each, strict=True):
-        yield same[0][0], max(beside for _, beside in same)
 
 
 def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
@@ -107,7 +103,9 @@ def backwards(
         if plan.blueprint.kind(part) == "embedding" and not plan.blueprint.trains_in(part):
             moments["backward", part] = stream
         elif plan.blueprint.kind(part) == "embedding":
-            moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s), scaled)
+            # The gradient of learned positions is of the whole table, before it is added to where it stays.
+            positions = plan.model.max_positions * s.hidden * s.element if plan.model.positions == "learned" else 0
+            moments["backward", part] = stream + max(stream_dropout(plan, s), positions, scaled)
             if not apart:
                 # A message stays beside what was scaled of it.
                 message = scaled if part == parts[-1] else 0
@@ -203,11 +201,6 @@ def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
     items = saved_items(plan, s, "head")
     gone = items["logits"] + items.get("final norm output", 0) + items["log-sum-exp of the loss"]
     return s.stream * s.hidden * s.element + norm_backward(plan, s, s.stream * s.hidden) - gone
-
-
-def _positions(plan: UnitPlan, s: Sizes) -> int:
-    """The gradient of learned positions: of the whole table, before it is added to where it stays."""
-    return plan.model.max_positions * s.hidden * s.element if plan.model.positions == "learned" else 0
 
 
 def _returned_gradients(plan: UnitPlan, s: Sizes, part: str) -> int:

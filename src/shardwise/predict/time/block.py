@@ -273,8 +273,10 @@ def _branch_norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engin
 
 
 def _passes(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    moved, (ahead, back, launches) = _moved(operation, shape), _PASSES[operation.kind]
-    tally.memory(ahead * moved, back * moved, launches)
+    ahead, back, launches, needs = _PASSES[operation.kind]
+    if not needs or getattr(engine, needs):
+        moved = _moved(operation, shape)
+        tally.memory(ahead * moved, back * moved, launches)
 
 
 def _head_norms(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -333,11 +335,6 @@ def _bias_gradients(tally: PartSeconds, operation: Elementwise, shape: Shape, en
         tally.memory(0.0, moved, (0, 1))
     else:
         tally.memory(14 * moved, 20 * moved, (3 * times, 6 * times))
-
-
-def _split_heads(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    if engine.qkv_copied:
-        tally.memory(0.0, 2 * _moved(operation, shape), (0, 1))
 
 
 def _rotation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -443,12 +440,6 @@ def _lookup(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: En
     tally.memory(2 * rows, 3 * rows * trains, (2, 3 * trains))
 
 
-def _dropout(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    if engine.dropout:
-        rows = _moved(operation, shape)
-        tally.memory(2.5 * rows, 2.5 * rows)
-
-
 def _logits(tally: PartSeconds, operation: LinearOp, vocab: Num, shape: Shape, engine: EngineProfile) -> None:
     """The product with a rank's `vocab` rows of the vocabulary, the loss over it."""
     wide = replace(shape, dtype=shape.wide)
@@ -465,15 +456,18 @@ def _logits(tally: PartSeconds, operation: LinearOp, vocab: Num, shape: Shape, e
         tally.memory(19 * logits, 7 * logits, (12, 4), "loss")
 
 
-_PASSES: dict[str, tuple[int, int, tuple[int, int]]] = {
-    "scale": (2, 2, (1, 1)),
+_PASSES: dict[str, tuple[float, float, tuple[int, int], str]] = {
+    "scale": (2, 2, (1, 1), ""),
     # Quotient, tanh and product; backward the square of what came out, less one, times the gradient.
-    "soft cap": (6, 7, (3, 3)),
+    "soft cap": (6, 7, (3, 3), ""),
     # Norms of both low ranks; laying out heads whose rotated part is shared.
-    "low ranks": (2, 3, (2, 3)),
-    "shared key": (2, 3, (2, 3)),
+    "low ranks": (2, 3, (2, 3), ""),
+    "shared key": (2, 3, (2, 3), ""),
+    "split heads": (0, 2, (0, 1), "qkv_copied"),
+    "dropout": (2.5, 2.5, (1, 1), "dropout"),
 }
-"""Kind of operation -> passes over its tensors forward and backward, and kernels."""
+"""Kind of operation -> passes over its tensors forward and backward, kernels, and the field of an engine that has them;
+empty where all engines do."""
 
 _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile], None]] = {
     "lookup": _lookup,
@@ -484,9 +478,7 @@ _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile
     "joint norms": _head_norms,
     **dict.fromkeys(_PASSES, _passes),
     "bias gradients": _bias_gradients,
-    "split heads": _split_heads,
     "rotation": _rotation,
-    "dropout": _dropout,
     "residual": _residual,
     "dispatch": _dispatch,
     "activation": _activation,

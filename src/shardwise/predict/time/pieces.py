@@ -231,7 +231,10 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     # Where tp splits experts, too, their tokens enter and leave as those of another cut part.
     experts = 1.0 * (np.asarray(split.expert_tp) > 1) if routed(part) else 0.0
     gathered, summed = part.gathered + experts, part.summed + experts
-    forward = gathered * gather + summed * scatter + _statistics(part, shape, split, pricing)
+    # The sums of squares that norms over all heads need, and in backward sums as large.
+    price = pricing.collectives.seconds
+    statistics = sum((price("all_reduce", 4.0 * n * shape.tokens, split.tp) for n in part.statistics), 0.0)
+    forward = gathered * gather + summed * scatter + statistics
     # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
     again = gathered * gather * engine.gathers_again
     exposed_back = again + forward - np.minimum(hidden * forward, tally.weights)
@@ -249,12 +252,6 @@ def _slices(part: Part, model: ModelConfig, shape: Shape, split: StepShape, pric
         return 0.0
     ranks = np.where(np.asarray(split.sp) | (np.asarray(split.expert_tp) > 1), 1, split.tp)
     return pricing.collectives.seconds("all_gather_into", shape.tokens * model.hidden * split.width, ranks)
-
-
-def _statistics(part: Part, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
-    """The sums of squares that norms over all heads need, and in backward sums as large."""
-    price = pricing.collectives.seconds
-    return sum((price("all_reduce", 4.0 * numbers * shape.tokens, split.tp) for numbers in part.statistics), 0.0)
 
 
 def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:

@@ -6,7 +6,7 @@ Missing keys are unknown: what is assumed for them is added to `assumed`, a sent
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
@@ -279,7 +279,8 @@ def recipe_of(row: Row, device: str, narrow: bool) -> tuple[str, Mapping[str, An
     release = CONTAINER.search(f"{row.get('source')} {row.get('notes')}")
     if release is None:
         return None
-    for run in _runs(release[1]):
+    tables = [table for name, table in sorted(releases().items(), reverse=True) if name <= release[1]]
+    for run in (run for table in tables for run in table["runs"]):
         named = str(row.get("model")).startswith(run["model"]) and device.split("-")[0] in run["devices"]
         if named and run.get("narrow", narrow) == narrow:
             return _settings(run)
@@ -297,12 +298,6 @@ def _settings(run: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         "captured": tuple(captured),
         "fused_experts": bool(run.get("fused")),
     }
-
-
-def _runs(release: str) -> Iterator[Mapping[str, Any]]:
-    for name, table in sorted(releases().items(), reverse=True):
-        if name <= release:
-            yield from table["runs"]
 
 
 OLD_FORMULA = "old formula"
