@@ -334,7 +334,8 @@ class ModelConfig(Json):
             return self.counted.reason
         if self.experts and not (self.norm == "rmsnorm" and self.norm_placement == "pre" and self.gated):
             return "experts run only in blocks with RMSNorm before a gated feed-forward"
-        if self.latent_attention and not self._runs_latent_attention:
+        bare = self.norm == "rmsnorm" and self.norm_placement == "pre" and self.bias == "none" and not self.qk_norm
+        if self.latent_attention and not (bare and self.positions == "rope" and not self.window):
             return "latent attention runs only in blocks with RMSNorm before it and RoPE, without biases and windows"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
@@ -353,11 +354,6 @@ class ModelConfig(Json):
                 "qkv biases"
             )
         return None
-
-    @property
-    def _runs_latent_attention(self) -> bool:
-        usual = self.norm == "rmsnorm" and self.norm_placement == "pre" and self.bias == "none" and not self.qk_norm
-        return usual and self.positions == "rope" and not self.window
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""

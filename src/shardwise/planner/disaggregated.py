@@ -24,13 +24,14 @@ from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
+from shardwise.layout.placement import cache_shape
 from shardwise.model import ModelConfig
 from shardwise.model.formats import weight_format
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK
-from shardwise.predict.memory.serving import page_bytes_of_block
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.report.step_report import DTYPE_BYTES
 
 MOST_COUNTS = 64
 """Numbers of instances for prefill that are tried, spread evenly over their orders of magnitude."""
@@ -195,8 +196,12 @@ def _answered(clients: int, answer: Num, busy: float, count: Num) -> Num:
 
 def cache_bytes(model: ModelConfig, tokens: int, cache: str = "bfloat16") -> int:
     """Bytes of the cache of a prompt, whole pages. cache: torch's name of the type of keys and values."""
-    wide = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
-    return ceil(ceil(tokens / PAGE) * wide * weight_format(cache).each / weight_format("bfloat16").each)
+    width = DTYPE_BYTES["bfloat16"]
+    if counted := model.counted:  # the mean of its blocks
+        block = ceil(counted.cache_bytes(max(tokens, 1), 1, width=width) / max(tokens, 1) * PAGE / model.layers)
+    else:
+        block = cache_shape(model, 1).numbers * PAGE * width
+    return ceil(ceil(tokens / PAGE) * model.layers * block * weight_format(cache).each / weight_format("bfloat16").each)
 
 
 def _decoding(strategy: DecodeStrategy, cache_tokens: int, workload: Workload) -> Iterator[_Decoding]:

@@ -228,7 +228,7 @@ def plan(
         if refuses and (others := winners(space, by, 1, usable, explain).best):
             best = others[0].layout
             raise UserError(f"no layout that fits will do; the best, {best}: {refuses(False, best)}")
-        raise _nothing(space, usable, reserve) if explain else _nothing_at_all(space, usable)
+        raise _nothing(space, usable, reserve, explain)
     explained_too = explain and by in ("throughput", "fastest", "cost")
     other = by == "throughput" and result.fastest != result.best[0]
     return Plan(
@@ -239,20 +239,17 @@ def plan(
     )  # fmt: skip
 
 
-def _nothing(space: Space, usable: float, reserved: float | None) -> UserError:
-    leanest = shortfall.least(space)
+def _nothing(space: Space, usable: float, reserved: float | None, explain: bool) -> UserError:
+    """explain: with a search for what would have to change."""
+    if not explain and space.frames:
+        return UserError(
+            f"does not fit {space.cluster}: none of {space.size:,} layouts needs at most {format_bytes(usable)} per "
+            "device"
+        )
+    leanest = shortfall.least(space) if explain else None
     if leanest is None:
         return shortfall.why_not_on_the_host(space) if space.size else shortfall.why_no_layout(space)
     return shortfall.why_nothing_fits(space, usable, leanest, reserved)
-
-
-def _nothing_at_all(space: Space, usable: float) -> UserError:
-    """`_nothing` without a search for what would have to change."""
-    if not space.frames:
-        return shortfall.why_no_layout(space)
-    return UserError(
-        f"does not fit {space.cluster}: none of {space.size:,} layouts needs at most {format_bytes(usable)} per device"
-    )
 
 
 def _alternative_json(one: Alternative) -> dict[str, Any]:

@@ -30,15 +30,13 @@ from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.bounds import ExactBound, MemoryBound, state_floor
 from shardwise.planner.exact import EngineBound, ExactMemory, Refuses
 from shardwise.planner.pricing import Priced, Prices, price_all
+from shardwise.planner.rank_bound import MASTER, WEIGHT
 from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
 from shardwise.predict.memory.engine_bytes import counts_engine
 from shardwise.predict.memory.engine_rows import engine_memory
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.records import dataclass
-from shardwise.report.step_report import DTYPE_BYTES
-
-WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
 
 
 def host_bound(model: Model, frame: LayoutColumns, cluster: Cluster, optimizer: str) -> Any:
@@ -205,9 +203,12 @@ def blocks(
     prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames, space.settings)
     frames = space.frames if frames is None else tuple(frames)
     bounds.add(frames)
+    memory = space.cluster.host.memory_bytes
     for frame in frames:
         possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
+        if memory is not None:
+            possible = possible & (host_bound(space.model, frame, space.cluster, space.workload.optimizer) <= memory)
+        nbytes = np.where(possible, bounds.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
             chosen = np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
@@ -230,12 +231,6 @@ def bound_of(space: Space) -> Bound | None:
     if counts_engine(space.engine.name, space.model, homes) and (memory := engine_memory(space.engine.name)):
         return EngineBound(*common, memory, space.settings)
     return MemoryBound(*common)
-
-
-def _fits_host(space: Space, frame: LayoutColumns) -> Any:
-    """Whether a node's host may hold what is off its devices, an array that broadcasts to the frame's shape."""
-    memory = space.cluster.host.memory_bytes
-    return True if memory is None else host_bound(space.model, frame, space.cluster, space.workload.optimizer) <= memory
 
 
 def best_of(

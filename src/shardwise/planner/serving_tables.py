@@ -62,7 +62,9 @@ def why_tables(plan: ServingPlan) -> Iterator[Renderable]:
     yield _table(plan, plan.ranked)
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
-        yield _table(plan, _spread(plan.curve, 8))
+        last = len(plan.curve) - 1
+        few = sorted({round(i * last / 7) for i in range(8)}) if last > 7 else range(last + 1)
+        yield _table(plan, [plan.curve[i] for i in few])
     yield ""
     yield from _weighed(plan)
 
@@ -138,12 +140,6 @@ def _table(plan: ServingPlan, deployments: Sequence[Deployment], names: Sequence
         )  # fmt: skip
         table.add_row(*(row[i] for i in shown))
     return table
-
-
-def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
-    if len(deployments) <= most:
-        return list(deployments)
-    return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
 
 
 def _spread_experts(plan: ServingPlan) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from shardwise.arrays import Num
 from shardwise.errors import UserError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.axes import EDP
 from shardwise.layout.keys import changed
 from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
 from shardwise.layout.pipeline import stages
@@ -358,7 +359,7 @@ def engine_ranks(
         flying = in_flight(layout.schedule, layout.pp, plan.workload.micro_batches(layout), layout.virtual, at)
         rank = EngineRank(
             memory, elements, micro, layout.stage, layout.shard_ranks if layout.stage else 1,
-            expert_replicas(layout) if layout.stage else 1, in_all(elements.dense, flying),
+            max(1, Mesh(layout).size(EDP)) if layout.stage else 1, in_all(elements.dense, flying),
             in_all(elements.routed, flying), flying[0], layout.pp, plan.workload.optimizer, settings.narrow,
             layout.offloads_activations, remade_in_all(elements, flying, settings.layers),
         )  # fmt: skip
@@ -377,11 +378,6 @@ def remade_in_all(elements: RankNumbers, flying: Sequence[int], layers: int) -> 
 def in_all(blocks: Sequence[int], flying: Sequence[int]) -> int:
     """Blocks of all chunks, times their micro-batches in flight."""
     return sum(count * micro for count, micro in zip(blocks, flying, strict=True))
-
-
-def expert_replicas(layout: Layout) -> int:
-    """Ranks of a stage that hold the same experts."""
-    return max(1, layout.data_ranks * layout.tp // (layout.ep * layout.expert_tp))
 
 
 def engine_bytes(name: str, plan: UnitPlan, settings: EngineSettings = USUAL) -> Bytes:

@@ -276,15 +276,6 @@ def _page_of_blocks(model: ModelConfig, layout: Layout, served: ServingSetup, bl
     return math.ceil(sum(min(1.0, window / served.context) for window in windows) * block)
 
 
-def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE, context: int = 0) -> int:
-    """Bytes of one block's keys and values of a page on one of `tp` ranks; heads are replicated where tp exceeds
-    them, and so are latents. Of a model that is only counted, the mean of its blocks with `context` tokens."""
-    if counted := model.counted:
-        kept = counted.cache_bytes(max(context, 1), tp, width=DTYPE_BYTES[dtype]) / max(context, 1)
-        return math.ceil(kept * page / model.layers)
-    return cache_shape(model, tp).numbers * page * DTYPE_BYTES[dtype]
-
-
 def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> int:
     """Bytes of one page on the rank that holds most of it."""
     return max(page_bytes(plan_of(model, layout, stage), page) for stage in range(layout.pp))

@@ -103,7 +103,8 @@ def _score(score: Score, inside: Sequence[Prediction], outside: Sequence[tuple[P
         )  # fmt: skip
     errors = [one.error for one, _ in outside]
     dense = [abs(one.error) for one, _ in outside if not one.case.model.experts]
-    large = [abs(one.error) for one in inside if one.case.source == score.source and is_large(one)]
+    known = [one for one in inside if not one.case.model.experts]
+    large = [abs(one.error) for one in known if one.case.source == score.source and count(one.case.model) >= LARGE]
     return LeftOutScore(
         source=score.source,
         rows=score.rows,
@@ -122,11 +123,6 @@ def _score(score: Score, inside: Sequence[Prediction], outside: Sequence[tuple[P
 
 LARGE = 6e9
 """Parameters from which on a model counts as large."""
-
-
-def is_large(one: Prediction) -> bool:
-    """Whether a row is of a dense model of `LARGE` parameters or more."""
-    return not one.case.model.experts and count(one.case.model) >= LARGE
 
 
 def interval_score(one: Prediction, around: Range) -> float:
