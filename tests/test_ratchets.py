@@ -15,7 +15,7 @@ SOURCES = {
 SHORT_HELPER, SMALL_MODULE = 6, 60
 """Lines, of a helper without its docstring."""
 
-SHORT_HELPERS, SMALL_MODULES = 484, 13
+SHORT_HELPERS, SMALL_MODULES = 440, 13
 CIRCLES = {
     ("model.blueprint", "model.config", "model.counted"),
     ("runtime.transport.mail", "runtime.transport.shared", "runtime.transport.shared_collective"),
@@ -24,9 +24,9 @@ CIRCLES = {
 """Modules that import each other, type-checking imports included."""
 
 WORDS = {
-    "found": 775, "told": 56, "asked": 119, "wanted": 179, "alike": 6, "likewise": 2, "thereof": 0, "hear": 2,
-    "heard": 5, "settle": 2, "visit": 2, "lone": 0, "flies": 0, "own": 768, "each": 1644,
-    "turn": 105, "turns": 34, "mend": 1, "figures": 82, "nobody": 34, "whoever": 9, "lies in": 4,
+    "found": 763, "told": 56, "asked": 119, "wanted": 179, "alike": 6, "likewise": 2, "thereof": 0, "hear": 2,
+    "heard": 5, "settle": 2, "visit": 2, "lone": 0, "flies": 0, "own": 768, "each": 1642,
+    "turn": 105, "turns": 33, "mend": 1, "figures": 82, "nobody": 34, "whoever": 9, "lies in": 4,
     "stands in": 3, "goes on": 8, "going on": 1,
 }  # fmt: skip
 """Words of a dialect that PyTorch, Megatron-LM and vLLM do not have -> lines with them."""

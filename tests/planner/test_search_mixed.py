@@ -57,10 +57,9 @@ def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
     virtual = virtual if layers % (pp * virtual) == 0 else 1
     model = get("tiny-llama").replace(layers=layers, experts=Experts(4, 2, 64, dense_layers=dense))
     stages = weighed(layers, pp * virtual, EVEN)
-    share = held_by(stages, pp)
     without = [sum(dense_blocks(model, stages, pp, place)) for place in range(pp)]
     assert sum(without) == min(dense, layers)
-    assert all(0 <= few <= all_of_it for few, all_of_it in zip(without, share, strict=True))
+    assert all(0 <= few <= all_of_it for few, all_of_it in zip(without, held_by(stages, pp), strict=True))
 
 
 @pytest.mark.parametrize("text", ["dp=8", "dp=4,tp=2,sp,zero=1", "dp=2,tp=2,pp=2,sp,zero=2", "dp=2,pp=4,zero=3"])

@@ -59,7 +59,7 @@ class Topology:
         return [gpu for group in groups for gpu in self._arranged(group, levels[:-1])]
 
     def _groups(self, gpus: Sequence[str], near: list[str]) -> list[tuple[str, ...]]:
-        """GPUs that paths of these levels join, directly or over others, each group in the order of `gpus`."""
+        """GPUs that paths of these levels join, directly or over others, in the order of `gpus`."""
         left, found = list(gpus), []
         while left:
             group = [left.pop(0)]

@@ -20,7 +20,7 @@ def check_algorithm(name: str, node: int) -> None:
         except UserError:
             continue
     if not found:
-        known = sorted({each.name for collective in COLLECTIVES.values() for each in algorithms(collective)})
+        known = sorted({one.name for collective in COLLECTIVES.values() for one in algorithms(collective)})
         hint = did_you_mean(name, ["auto", *known], "choices:")
         raise LayoutError(f"algorithm={name} is unknown; {hint}")
     if any("node" in algorithm.options for algorithm in found) != (node > 0):

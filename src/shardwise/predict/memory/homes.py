@@ -31,7 +31,12 @@ def offloaded_bytes(plan: UnitPlan) -> Bytes:
     if not plan.trains:
         return Bytes()
     if layout.offloads_activations:
-        saved = _stored_by_actions(plan) if layout.pp > 1 else stored_activations(plan)
+        if layout.pp > 1:
+            from shardwise.predict.memory.pipeline import held_by_actions
+
+            saved = held_by_actions(plan).stored
+        else:
+            saved = stored_activations(plan)
     if layout.offload_home == "none":
         return Bytes(saved=saved)
     wide, arrays = DTYPE_BYTES[plan.dtypes.master], len(plan.workload.states)
@@ -48,13 +53,6 @@ def offloaded_bytes(plan: UnitPlan) -> Bytes:
         + sum(parameter_buffers(plan).values())
         + gradient_chunk(plan) * wide,
     )
-
-
-def _stored_by_actions(plan: UnitPlan) -> int:
-    """The most saved activations of a pipeline's rank."""
-    from shardwise.predict.memory.pipeline import held_by_actions
-
-    return held_by_actions(plan).stored
 
 
 def disk_bytes(plan: UnitPlan) -> Bytes:

@@ -30,8 +30,8 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
         return
     if plan.routing.uneven:
         # The most bytes that any micro-batch has beside the engine's buffers, which are the same in each.
-        each = (moments(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
-        for same in zip(*each, strict=True):
+        steps = (moments(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
+        for same in zip(*steps, strict=True):
             yield same[0][0], max(beside for _, beside in same)
         return
     s = Sizes.of(plan)

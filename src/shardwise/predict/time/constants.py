@@ -184,7 +184,7 @@ def constants(device: Device) -> Constants:
 
 
 def _of_family(device: Device, family: str, kernels: Mapping[str, Any]) -> dict[str, Any]:
-    """What a device of the catalog and a measured one have alike. kernels: names of the tables that stand for it."""
+    """What a device of the catalog and a measured one have in common. kernels: names of its tables."""
     if device.memory_bandwidth is None:
         raise UserError(f"{device.name}: the memory bandwidth is not known")
     return {

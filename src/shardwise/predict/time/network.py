@@ -58,7 +58,8 @@ class Collectives:
         self._cluster, self._links = _achieved(cluster, constants), {"link": cluster.intra, "network": cluster.inter}
         self._curve = cache(self._sampled)
         self._paths, self._whole = cluster.paths, cluster
-        self._seen_by, self._apart = cache(self._as_seen_by), cache(self._as_apart)
+        self._seen_by = cache(lambda *group: Collectives(cluster.seen_by(*group), constants, layout))
+        self._apart = cache(self._as_apart)
 
     def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1, reads_peers: bool = False) -> Num:
         """Seconds of one collective on a full tensor of `nbytes` bytes over `ranks` devices that lie `stride` apart;
@@ -97,9 +98,6 @@ class Collectives:
             stride,
             lambda n, p, apart: self._curve_of(op, p, apart).at(n) if p > 1 else 0.0 * np.asarray(n),
         )
-
-    def _as_seen_by(self, ranks: int, stride: int, pairs: bool) -> Collectives:
-        return Collectives(self._whole.seen_by(ranks, stride, pairs), self._constants, self._layout)
 
     def _curve_of(self, op: str, ranks: int, stride: int) -> _Curve:
         """The curve of the densest group with the same links: inside a node distance does not matter, and neither does
@@ -229,7 +227,7 @@ class _Curve:
 
 def _by_group(nbytes: Num, ranks: Num, stride: Num, of: Callable[[Num, int, int], Num]) -> Num:
     """Seconds of bytes in groups of so many ranks that lie so far apart, numbers or arrays; `of` is asked once for all
-    bytes of groups alike."""
+    bytes of equal groups."""
     if np.ndim(ranks) == np.ndim(stride) == 0:
         return of(nbytes, int(ranks), int(stride))
     nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
