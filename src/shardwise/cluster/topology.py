@@ -73,6 +73,10 @@ class Topology:
     def switched_nics(self) -> tuple[str, ...]:
         return tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in NEAR for gpu in self.gpus))
 
+    def near_nics(self) -> tuple[str, ...]:
+        """`switched_nics`; all of them where there are none."""
+        return self.switched_nics() or self.nics
+
 
 def read(text: str) -> Topology:
     """The table that `nvidia-smi topo -m` prints, and the device's name where `nvidia-smi -L` stands above it.
@@ -242,7 +246,7 @@ def _pcie(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link
 
 def _network(topology: Topology, usual: Link, nic_gbits: float | None, nodes: int) -> tuple[Link, int]:
     """The network between nodes, and the NICs that a node's GPUs share; 0 where they have one each, or more."""
-    nics, gpus = len(topology.switched_nics() or topology.nics), len(topology.gpus)
+    nics, gpus = len(topology.near_nics()), len(topology.gpus)
     shared = nics if nics < gpus and nodes > 1 else 0
     if nic_gbits is None:
         return usual, shared
