@@ -278,9 +278,8 @@ def _mixed_blocks(model: ModelConfig, frame: LayoutColumns, place: int, layers: 
     stage, ranks = frame.columns["zero"][0], frame.columns["shard"][0]
     same = np.where(stage > 0, frame.expert_replicas, 1)
     dense = np.array([sum(dense_blocks(model, frame.stages(o), frame.pp, place)) for o in frame.orders])
-    (without, _, _), (own, experts, _) = (
-        part_elements(model, frame.tp, frame.expert_tp, frame.ep, "block", routed) for routed in (False, True)
-    )
+    blocks = [part_elements(model, frame.tp, frame.expert_tp, frame.ep, "block", routed) for routed in (False, True)]
+    (without, own), experts = (trained + frozen for trained, _, frozen in blocks), blocks[1][1]
 
     def whole_and_shard(*parts: tuple[int, Num]) -> tuple[Num, Num]:
         shards = [(-(-numel // n), n) for numel, n in parts]
