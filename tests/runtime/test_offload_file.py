@@ -133,7 +133,7 @@ def test_without_direct_io_the_page_cache_is_used(
             raise OSError(errno.EINVAL, "invalid")
         return plain_write(file, data, at)
 
-    monkeypatch.setattr(module.fcntl, "fcntl", no_flag)
+    monkeypatch.setattr(fcntl, "fcntl", no_flag)
     monkeypatch.setattr(module.os, "pwrite", no_write)
     file = file_of(tmp_path, {"a": 3000})
     file.update(changes)

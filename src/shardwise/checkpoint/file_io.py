@@ -47,6 +47,15 @@ def read_exactly(handle: int, data: memoryview, offset: int, what: str, short: s
             data, offset = data[got:], offset + got
 
 
+def set_direct(handle: int, direct: bool = True) -> bool:
+    """Set or clear direct input and output; whether that could be done."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, os.O_DIRECT if direct else 0)
+    except OSError:
+        return False
+    return True
+
+
 CHUNK = 4 << 20
 """Bytes written at once: enough that what a call and the disk's answer take does not count."""
 
@@ -73,7 +82,7 @@ class DirectFile:
         self._image = None if image is None else memoryview(image)
         self._chunk = np.frombuffer(memory(CHUNK), dtype=np.uint8) if image is None else np.empty(0, np.uint8)
         self._filled = 0
-        self._straight = self._mode(os.O_DIRECT)
+        self._straight = set_direct(self._file.fileno())
 
     def write(self, data: memoryview) -> None:
         """The next bytes. What is written last may reach the disk only with `finish`."""
@@ -123,13 +132,5 @@ class DirectFile:
         self._filled = rest
 
     def _go_round(self) -> None:
-        self._mode(0)
+        set_direct(self._file.fileno(), False)
         self._straight = False
-
-    def _mode(self, flag: int) -> bool:
-        """Set or clear direct writing; whether that could be done."""
-        try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flag)
-        except OSError:
-            return False
-        return True

@@ -151,6 +151,11 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
+def soft_cap_(x: Tensor, cap: float | None) -> Tensor:
+    """`soft_cap` in place, where there is a cap."""
+    return x.div_(cap).tanh_().mul_(cap) if cap else x
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * weight, 1 / rms(x) [..., 1]), the latter in fp32 for bf16. zero_centered: by 1 + weight, and
     rounded after that product."""

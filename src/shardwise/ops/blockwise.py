@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder.attention import CoreAttention
+from shardwise.decoder.modules import soft_cap_
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -116,7 +117,7 @@ class Explicit:
     """c; 0 for no bound of the scores."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        logits = _hide(self._capped(self._products(q, k)), scores)
+        logits = _hide(soft_cap_(self._products(q, k), self.softcap), scores)
         lse = torch.logsumexp(logits, -1, keepdim=True)
         probabilities = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
         if scores.keep is not None:
@@ -136,7 +137,7 @@ class Explicit:
             return x.unflatten(1, (kv, -1)).flatten(2, 3)
 
         mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-        logits = self._capped(self._products(q, k))
+        logits = soft_cap_(self._products(q, k), self.softcap)
         slope = (logits / self.softcap).square_().neg_().add_(1) if self.softcap else None
         probabilities = _hide(logits, scores).sub_(lse[..., None]).exp_()
         keep = None if scores.keep is None else scores.keep(q.shape[2])
@@ -160,10 +161,6 @@ class Explicit:
         rows = (q.transpose(1, 2) * self.scale).unflatten(1, (k.shape[2], -1)).flatten(2, 3)
         products = torch.matmul(rows, k.permute(0, 2, 3, 1)).view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         return products.float() if q.dtype == torch.bfloat16 else products
-
-    def _capped(self, products: Tensor) -> Tensor:
-        """Overwrites its argument."""
-        return products.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else products
 
 
 def _hide(logits: Tensor, scores: Scores) -> Tensor:
@@ -224,9 +221,6 @@ class ScoreRule(NamedTuple):
     @classmethod
     def of(cls, core: CoreAttention) -> Self:
         return cls(core.scale, core.softcap or 0.0, core.window)
-
-    def cap(self, scores: Tensor) -> Tensor:
-        return scores.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else scores
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Whether a query at a position sees the key at another. queries, keys: positions, which broadcast."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardwise.decoder.attention import CoreAttention
@@ -31,6 +32,21 @@ class Redistribute:
 
 
 LOCAL = Redistribute()
+
+
+class Exchange(torch.autograd.Function):
+    """The communication of a `Redistribute`. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, by: Redistribute, x: Tensor) -> Tensor:
+        ctx.by = by
+        return by.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        grad, pending = ctx.by.backward(grads[0].contiguous())
+        pending.wait()
+        return None, grad
 
 
 class Around(NamedTuple):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch
-from shardwise.decoder.experts import Mixture, Router, Routing, auxiliary_loss, counts, route, taken
+from shardwise.decoder.experts import Mixture, Routing, auxiliary_loss, counts, route, taken
 from shardwise.ops.context import OpContext
 from shardwise.ops.exchange import TokenExchange
 from shardwise.ops.gradients import GradSlot, grad_slot
@@ -289,6 +289,3 @@ def mixture(module: Mixture, at: OpContext) -> Callable[[Tensor, Batch], Tensor]
         return y if module.shared is None else y + module.shared(x)
 
     return forward
-
-
-__all__ = ["Assignment", "RoutedForm", "Router", "mixture", "routed_parts"]

@@ -17,7 +17,7 @@ from shardwise.decoder import Batch
 from shardwise.decoder.attention import Attention, MultiHeadLatentAttention, Rope, rotate
 from shardwise.decoder.blocks import MLP, GPTBlock, LlamaBlock
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.modules import GatedMLP, Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
+from shardwise.decoder.modules import GatedMLP, Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale, soft_cap_
 from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute
 from shardwise.ops.expert_share import ExpertShare
@@ -131,7 +131,7 @@ def head(module: Head, at: GenerationContext) -> Forward:
         if batch.wanted is not None:
             x = x.index_select(1, batch.wanted)
         logits: Tensor = out(norm(x))[0]
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        return soft_cap_(logits, cap)
 
     return forward
 

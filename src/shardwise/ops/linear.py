@@ -29,7 +29,7 @@ from shardwise.decoder.attention import SharedKey
 from shardwise.decoder.bases import FrozenBase
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.modules import Adapted, Linear, Linears, Lookup, TiedLinear
-from shardwise.ops.context import Around, OpContext
+from shardwise.ops.context import Around, Exchange, OpContext
 from shardwise.ops.gradients import GradSlot, grad_slot
 from shardwise.ops.limits import dense_rows
 
@@ -210,22 +210,6 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None
 
 
-class _SharedKey(torch.autograd.Function):
-    """The keys' shared part for the heads of every rank. Saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, around: Around, x: Tensor) -> Tensor:
-        ctx.around = around
-        return around.leave.forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        around: Around = ctx.around
-        grad, pending = around.leave.backward(grads[0].contiguous())
-        pending.wait()
-        return None, grad
-
-
 def linears(module: Linears, at: OpContext) -> Callable[[Tensor], tuple[Tensor, ...]]:
     return _Maps(module.maps, [at.around(name) for name, _ in module.named_children()], at)
 
@@ -243,8 +227,8 @@ def tied_linear(module: TiedLinear, at: OpContext) -> Callable[[Tensor], Tensor]
 
 def shared_key(module: SharedKey, at: OpContext) -> Callable[[Tensor], Tensor]:
     """The identity where every head is at hand; over ranks with some heads each, the communication."""
-    around = at.arounds.get("shared key", Around())
-    return lambda x: _SharedKey.apply(around, x)  # type: ignore[no-untyped-call]
+    leave = at.arounds.get("shared key", Around()).leave
+    return lambda x: Exchange.apply(leave, x)  # type: ignore[no-untyped-call]
 
 
 def lookup(module: Lookup, at: OpContext) -> Callable[[Tensor], Tensor]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.decoder.modules import soft_cap_
 from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.limits import SCORES
@@ -186,7 +187,7 @@ def _one(q: Tensor, kv: Tensor, values: int, rule: ScoreRule) -> Tensor:
         return _one(q.float(), kv.float(), values, rule).to(q.dtype)
     (k, v), width = keys_and_values(kv, values), q.shape[2]
     scores = torch.bmm((q * rule.scale).view(len(k), -1, width), k.transpose(1, 2))
-    return torch.bmm(torch.softmax(rule.cap(scores), -1), v).view(1, -1)
+    return torch.bmm(torch.softmax(soft_cap_(scores, rule.softcap), -1), v).view(1, -1)
 
 
 def _several(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, rule: ScoreRule) -> Tensor:
@@ -196,7 +197,7 @@ def _several(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, r
     q: [B, H, D]; k: [K, B, L, D]; v: [K, B, L, V]; mask: [B, 1, 1, L], True where a query sees a key; returns [B, H V].
     """
     grouped = (q * rule.scale).unflatten(1, (len(k), -1)).transpose(0, 1)
-    scores = rule.cap(torch.matmul(grouped, k.transpose(2, 3)))
+    scores = soft_cap_(torch.matmul(grouped, k.transpose(2, 3)), rule.softcap)
     if mask is not None:
         name = f"unseen in window {rule.window}"
         scores += rows.shared(name, lambda: torch.zeros_like(scores).masked_fill_(~mask[:, 0], -torch.inf))
@@ -222,7 +223,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreR
         else:
             seen = mask[0, 0, a:b]
         if rule.softcap:
-            scores = rule.cap(scores.to(wide))
+            scores = soft_cap_(scores.to(wide), rule.softcap)
         scores.masked_fill_(~seen, -torch.inf)
         weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
         out[0, :, a:b] = torch.matmul(weights.view(kv, -1, length), v[0]).view(heads, b - a, -1)

@@ -236,6 +236,7 @@ def _observed(
 ) -> Role:
     """The role of one step, lengthened to the plan's. forward: the program's method that begins a forward pass."""
     from shardwise.runtime.measure.memory import StepMeasurement
+    from shardwise.runtime.module.inputs import opened, tensors_in
 
     begin = getattr(program, forward)
     written: list[dict[Any, int]] = []
@@ -249,7 +250,7 @@ def _observed(
     with StepMeasurement(program) as measurement:
         step()
     role = replace(measurement.role(rank), transport=())
-    return _lengthened(role, plan, len(batches), written, measurement.followed(_tensors(batches[0])))
+    return _lengthened(role, plan, len(batches), written, measurement.followed(tensors_in(opened(batches[0])[0])))
 
 
 def _run(plan: UnitPlan) -> UnitPlan:
@@ -290,17 +291,3 @@ def _period(plan: UnitPlan) -> tuple[int, int, int]:
         return sum(part.kind == "F" for action in short.pipeline.actions[:index] for part in action.leaves())
 
     return period, forwards(start), forwards(stop)
-
-
-def _tensors(batch: Any) -> Iterator[Any]:
-    """Tensors of a micro-batch: of a tree, in which a decoder's batch is one."""
-    from dataclasses import is_dataclass
-
-    from torch import Tensor
-    from torch.utils import _pytree
-
-    for leaf in _pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

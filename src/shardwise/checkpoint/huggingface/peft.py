@@ -325,8 +325,6 @@ def base_of(checkpoint: Checkpoint, base: Path | None) -> Path:
 
 
 def _named_base(adapters: Path) -> Path:
-    import json
-
     name = json.loads((adapters / CONFIG).read_bytes()).get("base_model_name_or_path")
     if not isinstance(name, str) or not Path(name).is_dir():
         names = f"names {name!r}, which is no folder here" if name else "names no base"

@@ -16,7 +16,7 @@ from shardwise.decoder import Batch
 from shardwise.decoder.attention import Attention
 from shardwise.decoder.blocks import LlamaBlock
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.modules import GatedMLP, RMSNorm
+from shardwise.decoder.modules import GatedMLP, RMSNorm, soft_cap_
 from shardwise.ops import generate
 from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.cuda import launch
@@ -138,6 +138,6 @@ def head(module: Head, at: GenerationContext) -> Forward:
         if not isinstance(batch, DecodeRows) or not chooser.kernels:
             return plain(x, batch)
         logits = out.decode(x[0], around())
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        return soft_cap_(logits, cap)
 
     return forward

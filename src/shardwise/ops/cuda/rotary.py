@@ -13,9 +13,7 @@ from torch import Tensor
 
 from shardwise.decoder.attention import Rope
 from shardwise.ops.context import OpContext
-
-Tables = tuple[Tensor, Tensor]
-"""Tables of `Rope.whole`."""
+from shardwise.ops.llama_halves import Tables
 
 
 def rotate_into(out: Tensor, x: Tensor, tables: Tables, back: bool = False) -> None:

@@ -5,33 +5,29 @@ are fewer key/value heads than ranks, each goes to all ranks whose queries need 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout.axes import CP
+from shardwise.ops.context import COMPLETE, Exchange, Pending, Redistribute
 from shardwise.runtime.transport.comms import Comms
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(Redistribute):
     """An all-to-all of [cp, ...], a row for each rank; its backward is another one."""
 
-    @staticmethod
-    def forward(ctx: Any, comms: Comms, part: str, x: Tensor) -> Tensor:
-        ctx.comms, ctx.part = comms, part
-        return _exchanged(comms, part, x)
+    def __init__(self, comms: Comms, part: str) -> None:
+        self.comms, self.part = comms, part
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, _exchanged(ctx.comms, ctx.part, grads[0])
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.comms.all_to_all(out, x.contiguous(), CP, self.part)
+        return out
 
-
-def _exchanged(comms: Comms, part: str, x: Tensor) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    comms.all_to_all(out, x.contiguous(), CP, part)
-    return out
+    def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
+        return self.forward(grad), COMPLETE
 
 
 def attend(comms: Comms, part: str, core: Callable[..., Tensor], seq: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,7 +48,7 @@ def _to_heads(comms: Comms, part: str, seq: int, q: Tensor, k: Tensor, v: Tensor
     # For each rank its heads of queries, keys and values side by side: [cp, B, S / cp, their widths].
     heads = [x.unflatten(2, (ranks, -1)).flatten(3) for x in (q, k, v)]
     rows = torch.cat(heads, 3).permute(2, 0, 1, 3)
-    rows = _Exchange.apply(comms, part, rows)  # type: ignore[no-untyped-call]
+    rows = Exchange.apply(_AllToAll(comms, part), rows)  # type: ignore[no-untyped-call]
     split = zip(rows.split([x.shape[3] for x in heads], 3), (q, k, v), strict=True)
     return [x.transpose(0, 1).flatten(1, 2)[:, :seq].contiguous().unflatten(2, (-1, y.shape[3])) for x, y in split]
 
@@ -60,6 +56,7 @@ def _to_heads(comms: Comms, part: str, seq: int, q: Tensor, k: Tensor, v: Tensor
 def _to_sequence(comms: Comms, part: str, out: Tensor) -> Tensor:
     """All heads of attention's output for this rank's tokens."""
     ranks = comms.size(CP)
-    rows = _Exchange.apply(comms, part, out.unflatten(1, (ranks, -1)).transpose(0, 1))  # type: ignore[no-untyped-call]
+    rows = out.unflatten(1, (ranks, -1)).transpose(0, 1)
+    rows = Exchange.apply(_AllToAll(comms, part), rows)  # type: ignore[no-untyped-call]
     result: Tensor = rows.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return result

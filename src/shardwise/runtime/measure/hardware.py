@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,16 +43,21 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
 def _median_time(a: torch.Tensor, seconds: float) -> float:
     """Seconds of a product, as a linear layer has its operands, which is repeated for so long."""
     b = a.t()
-    out = a @ b
-    times: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline or not times:
-        synchronize(a.device)
-        started = time.perf_counter()
-        torch.mm(a, b, out=out)
-        synchronize(a.device)
-        times.append(time.perf_counter() - started)
+    times = timed(partial(torch.mm, a, b, out=a @ b), a.device, seconds)
     return sorted(times)[len(times) // 2]
+
+
+def timed(call: Callable[[], object], device: torch.device, seconds: float, least: int = 1) -> list[float]:
+    """Seconds of several calls, which are made for so long, and so often at least."""
+    ends = time.perf_counter() + seconds
+    times: list[float] = []
+    while len(times) < least or time.perf_counter() < ends:
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return times
 
 
 def synchronize(device: torch.device) -> None:

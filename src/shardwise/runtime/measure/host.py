@@ -1,6 +1,5 @@
 """Rates of the host for offloaded state: copies between it and the device, and AdamW on its cores."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from shardwise.layout.homes import CHUNK
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.measure.hardware import synchronize
+from shardwise.runtime.measure.hardware import timed
 from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.zero.update import update
 
@@ -44,15 +43,7 @@ def host_rates(device: torch.device, elements: int, seconds: float) -> HostRates
 def _least_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Seconds of the quickest of several calls: other programs only ever add to them."""
     call()
-    ends = time.perf_counter() + seconds
-    times: list[float] = []
-    while len(times) < LEAST or time.perf_counter() < ends:
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(timed(call, device, seconds, LEAST))
 
 
 def _update(elements: int) -> Callable[[], object]:

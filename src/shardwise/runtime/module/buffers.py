@@ -15,6 +15,7 @@ from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.names import unwrapped
 from shardwise.errors import UserError
 from shardwise.layout.axes import PP, REPLICA, STAGE
+from shardwise.runtime.checkpointing import Position, restore
 from shardwise.runtime.module.program import ModuleProgram
 
 KIND = "buffer"
@@ -83,13 +84,16 @@ def written(program: ModuleProgram) -> dict[str, Tensor]:
     }
 
 
-def restore_missed(program: ModuleProgram, checkpoint: Checkpoint) -> None:
-    """Set how many updates have left each parameter alone."""
+def restore_module(program: ModuleProgram, checkpoint: Checkpoint) -> Position:
+    """As of `restore`, with buffers, and with how many updates have left each parameter alone."""
+    at = restore(program, checkpoint, stored_shapes(program.module))
+    restore_buffers(program.module, checkpoint)
     missed = program.optimizer.missed
     missed.clear()
     for name, _ in program.module.named_parameters():
         if (key := _key(name, MISSED)) in checkpoint.tensors:
             missed[name] = int(checkpoint.read(key, dtype="float64")[0])
+    return at
 
 
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:

@@ -26,13 +26,13 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.report.files import write_whole
-from shardwise.runtime.checkpointing import Position, restore
+from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.job.trainer import TrainingRun
-from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
+from shardwise.runtime.module.buffers import BuffersBefore, restore_module, written
 from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.experts import use_exact_products
-from shardwise.runtime.module.initial import MetaValues, place_buffers, values_of
+from shardwise.runtime.module.initial import MetaValues, place_buffers, values_in
 from shardwise.runtime.module.losses import Loss, LossRows, TokenRows, loss_of, margins, token_loss
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.trace import trace, traced_modes
@@ -130,7 +130,7 @@ class ClassRun(TrainingRun):
         if config.weights and (config.model.lora or not config.resume):
             self.pulse.work(f"the reading of {config.weights}")
             module = self._model.pretrained(Path(config.weights))
-            values = values_of({name: parameter.detach() for name, parameter in module.named_parameters()})
+            values = values_in(module)
         if config.layout.precision == "fp64":
             use_exact_products(module)
         place_buffers(module, config.layout, values, self.device)
@@ -191,11 +191,7 @@ class ClassRun(TrainingRun):
         """Its weights were there when the program was made."""
 
     def _restored(self, checkpoint: Path) -> Position:
-        source = Checkpoint.open(checkpoint)
-        at = restore(self.program, source, stored_shapes(self.program.module))
-        restore_buffers(self.program.module, source)
-        restore_missed(self.program, source)
-        return at
+        return restore_module(self.program, Checkpoint.open(checkpoint))
 
     def saver_options(self) -> dict[str, Any]:
         blueprint = self._split.described.blueprint

@@ -22,6 +22,7 @@ from shardwise.layout.modules import fewest_micro_batches
 from shardwise.runtime.module.describe import call
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import is_meta, values_of
+from shardwise.runtime.module.inputs import in_dtype, row_count, tensors_in
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.split import split
 from shardwise.runtime.module.verify import Verification, VerifyRequest
@@ -120,7 +121,7 @@ class _Place:
 def compare_split(request: VerifyRequest) -> RankDifference:
     """Compare on this rank. Raises `UserError` for an example or a module that cannot be split."""
     torch.manual_seed(SEED)
-    example = _wide(request.example() if callable(request.example) else request.example)
+    example = in_dtype(request.example() if callable(request.example) else request.example, torch.float64)
     module = (request.model if isinstance(request.model, nn.Module) else request.model()).eval()
     if is_meta(module):
         raise UserError("the module is on the meta device and has no values to compare: give a function that builds it")
@@ -150,23 +151,16 @@ def first_difference(differences: Sequence[RankDifference]) -> Verification:
 
 
 def _floating(tree: Any) -> list[Tensor]:
-    return [x for x in _pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _wide(example: Any) -> Any:
-    return _pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+    return [x for x in tensors_in(tree) if x.is_floating_point()]
 
 
 def _rows(example: Any, dp: int, micro_batches: int) -> int:
-    first = next((x for x in _pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()), None)
-    if first is None:
-        raise UserError("example has no tensor with rows: give the inputs of one forward pass")
-    if len(first) % (dp * micro_batches):
+    if (rows := row_count(example)) % (dp * micro_batches):
         over = f"dp = {dp}" + (f" and {micro_batches} micro-batches" if micro_batches > 1 else "")
         raise UserError(
-            f"the example's {len(first)} rows cannot be divided among {over}: give a multiple of {dp * micro_batches}"
+            f"the example's {rows} rows cannot be divided among {over}: give a multiple of {dp * micro_batches}"
         )
-    return len(first)
+    return rows
 
 
 def _name(name: str, module: nn.Module) -> str:

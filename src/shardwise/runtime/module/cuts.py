@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.runtime.module.inputs import tensors_in
+
 
 class Uncut(Exception):
     """The reason why a cut ends at an operator."""
@@ -40,22 +42,18 @@ Argument = tuple[Tensor, DimCut | None]
 def through(func: Any, args: Sequence[Any], kwargs: dict[str, Any], cut: Callable[[Tensor], DimCut | None],
             out: Tensor) -> DimCut | None:  # fmt: skip
     """The cut of an operator's first result. cut: that of an argument. Raises `Uncut`."""
-    tensors = [(x, cut(x)) for x in _tensors(args)]
+    tensors = [(x, cut(x)) for x in tensors_in(args)]
     if all(found is None for _, found in tensors):
         return None
     name = func._overloadpacket.__name__
     if torch.Tag.pointwise in func.tags or name in _LIKE:
         return _pointwise(tensors, out.shape)
-    if (rule := _RULES.get(name.removesuffix("_copy"))) is None:
+    if (rule := _OF_ONE.get(name.removesuffix("_copy"))) is not None:
+        x, found = tensors[0]
+        return None if found is None else rule(name, x, found, args, kwargs, out)
+    if (joint := _OF_SEVERAL.get(name)) is None:
         raise Uncut(f"{name} mixes its elements")
-    return rule(name, tensors, args, kwargs, out)
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for x in args:
-        found += [x] if isinstance(x, Tensor) else _tensors(x) if isinstance(x, (list, tuple)) else []
-    return found
+    return joint(name, tensors, args, kwargs, out)
 
 
 def _pointwise(tensors: Sequence[Argument], shape: Sequence[int]) -> DimCut:
@@ -79,15 +77,8 @@ def _agreed(one: DimCut, other: DimCut) -> DimCut:
     return min(one, other, key=lambda cut: cut.units)
 
 
-def _same(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    return tensors[0][1]
-
-
-def _view(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
+def _view(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     """The dim of the new shape that has the outermost part of the units."""
-    (x, cut), *_ = tensors
-    if cut is None:
-        return None
     step = cut.inner * prod(x.shape[cut.dim + 1 :])
     size = step * cut.units
     for dim in range(out.dim()):
@@ -102,10 +93,7 @@ def _view(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: A
     raise Uncut(f"{name} to {list(out.shape)} does not keep its units together")
 
 
-def _permuted(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    (x, cut), *_ = tensors
-    if cut is None:
-        return None
+def _permuted(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     order = list(range(x.dim()))
     if name == "permute":
         order = [dim % x.dim() for dim in args[1]]
@@ -115,33 +103,23 @@ def _permuted(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwarg
     return replace(cut, dim=order.index(cut.dim))
 
 
-def _inserted(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    (_, cut), *_ = tensors
-    if cut is None:
-        return None
+def _inserted(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     dim = args[1] % out.dim()
     return replace(cut, dim=cut.dim + (dim <= cut.dim))
 
 
-def _squeezed(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    (x, cut), *_ = tensors
-    if cut is None:
-        return None
+def _squeezed(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     dims = [args[1]] if isinstance(args[1], int) else list(args[1])
     gone = sum(dim % x.dim() < cut.dim and x.shape[dim] == 1 for dim in dims)
     return replace(cut, dim=cut.dim - gone)
 
 
-def _expanded(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    (x, cut), *_ = tensors
-    return None if cut is None else replace(cut, dim=cut.dim + out.dim() - x.dim())
+def _expanded(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
+    return replace(cut, dim=cut.dim + out.dim() - x.dim())
 
 
-def _piece(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
+def _piece(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     """A part of a tensor along a dim."""
-    (x, cut), *_ = tensors
-    if cut is None:
-        return None
     place = 1 if name in ("slice", "select", "unbind", "narrow") else 2
     dim = (args[place] if len(args) > place else kwargs.get("dim", 0)) % x.dim()
     if dim == cut.dim:
@@ -165,10 +143,7 @@ def _joined(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs:
     return first
 
 
-def _reduced(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    (x, cut), *_ = tensors
-    if cut is None:
-        return None
+def _reduced(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     if dims is None or dims == []:
         raise Uncut(f"{name} goes over all of its elements")
@@ -179,17 +154,15 @@ def _reduced(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs
     return cut if kept else replace(cut, dim=cut.dim - sum(dim < cut.dim for dim in gone))
 
 
-def _along(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
+def _along(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
     """A function along one dim, such as a softmax."""
-    (x, cut), *_ = tensors
-    if cut is not None and args[1] % x.dim() == cut.dim:
+    if args[1] % x.dim() == cut.dim:
         raise Uncut(f"{name} goes over it")
     return cut
 
 
-def _normed(name: str, tensors: Sequence[Argument], args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
-    (x, cut), *_ = tensors
-    if cut is not None and cut.dim >= x.dim() - len(args[1]):
+def _normed(name: str, x: Tensor, cut: DimCut, args: Sequence[Any], kwargs: Any, out: Tensor) -> DimCut | None:
+    if cut.dim >= x.dim() - len(args[1]):
         raise Uncut("a norm goes over it")
     return cut
 
@@ -225,17 +198,20 @@ _LIKE = (
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "clone", "_to_copy", "detach", "alias",
     "dropout", "native_dropout", "contiguous", "lift_fresh", "copy_",
 )  # fmt: skip
-_RULES: dict[str, Callable[[str, Sequence[Argument], Sequence[Any], Any, Tensor], DimCut | None]] = {
+_OF_ONE: dict[str, Callable[[str, Tensor, DimCut, Sequence[Any], Any, Tensor], DimCut | None]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _view),
     **dict.fromkeys(("permute", "transpose", "t"), _permuted),
     "unsqueeze": _inserted,
     "squeeze": _squeezed,
     "expand": _expanded,
     **dict.fromkeys(("slice", "select", "unbind", "narrow", "split", "split_with_sizes"), _piece),
-    **dict.fromkeys(("cat", "stack"), _joined),
     **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "prod"), _reduced),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "cumsum"), _along),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _normed),
+}
+"""Rules of operators whose result has the elements of their first tensor."""
+_OF_SEVERAL: dict[str, Callable[[str, Sequence[Argument], Sequence[Any], Any, Tensor], DimCut | None]] = {
+    **dict.fromkeys(("cat", "stack"), _joined),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _product),
     **dict.fromkeys(
         (

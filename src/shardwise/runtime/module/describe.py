@@ -19,7 +19,7 @@ from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part, PartKind
 from shardwise.model.lora import INT8
 from shardwise.runtime.module.adapters import AdaptedMap, columns_out
 from shardwise.runtime.module.chain import ENTRY, EXIT, Chain
-from shardwise.runtime.module.expert_plan import ExpertPlan, expert_plan, published_plan, stacked
+from shardwise.runtime.module.expert_plan import ExpertPlan, divisors, expert_plan, published_plan, stacked
 from shardwise.runtime.module.initial import is_meta
 from shardwise.runtime.module.inputs import suited
 from shardwise.runtime.module.sequence import SequencePlan, sequence_plan
@@ -280,12 +280,8 @@ def _check_heads(module: nn.Module, layout: Layout) -> None:
         if isinstance(heads, int) and heads % layout.tp:
             raise LayoutError(
                 f"tp={layout.tp} does not divide the {heads} of {name} of {type(module).__name__}; "
-                f"valid tp: {_divisors(heads)}"
+                f"valid tp: {divisors(heads)}"
             )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _parameter(
@@ -352,7 +348,7 @@ def _sees_part(style: MapStyle, leaf: str) -> bool:
 def _check_divides(name: str, cut: Cut, size: int, layout: Layout) -> None:
     if size % layout.tp:
         what = "outputs" if cut == "column" else "inputs"
-        raise LayoutError(f"tp={layout.tp} does not divide the {size} {what} of {name}; valid tp: {_divisors(size)}")
+        raise LayoutError(f"tp={layout.tp} does not divide the {size} {what} of {name}; valid tp: {divisors(size)}")
 
 
 def call(module: Callable[..., Any], example: Any) -> Any:

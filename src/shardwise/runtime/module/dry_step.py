@@ -97,9 +97,7 @@ class DryModule:
             find_chain(self.module, source.parts, blocks) if self.layout.stage_count > 1 else None
         )
         if blocks and self.chain is None:
-            with self.fake:
-                batch = with_rows(self.example, 2)
-            blocks = fake_order(self.module, self.fake, blocks, batch, self.loss)
+            blocks = fake_order(self.module, self.fake, blocks, self.example, 2, self.loss)
         self.described = describe(self.module, self.layout, source.plan, blocks, self.chain)
 
     def planned(self, plan: UnitPlan, rank: int) -> UnitPlan:

@@ -33,6 +33,11 @@ class ExpertPlan:
     """The rest of the plan."""
 
 
+def divisors(number: int) -> str:
+    """In words."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def published_plan(module: nn.Module, layout: Layout) -> Mapping[str, str]:
     """The plan that a `transformers` model has for a layout. Raises `UserError` where it has none."""
     name = type(module).__name__
@@ -66,8 +71,9 @@ def expert_plan(module: nn.Module, layout: Layout, plan: Mapping[str, str], publ
         raise UserError(f"ep={layout.ep} splits experts, and the plan names none: give {EXAMPLE}")
     for name, count in found.items():
         if count % layout.ep:
-            valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise LayoutError(f"ep={layout.ep} does not divide the {count} experts of {name}; valid ep: {valid}")
+            raise LayoutError(
+                f"ep={layout.ep} does not divide the {count} experts of {name}; valid ep: {divisors(count)}"
+            )
     weights = [f"{name}.{leaf}" for name in found for leaf, _ in named[name].named_parameters()]
     styles, others = _of_weights(plan, patterns, weights)
     return ExpertPlan(found, _widths(named, weights, styles, layout), others)

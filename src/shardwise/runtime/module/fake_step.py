@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
@@ -18,6 +17,7 @@ from shardwise.runtime.fake_group import fake_comms
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule, call, run_order
 from shardwise.runtime.module.initial import place_buffers
+from shardwise.runtime.module.inputs import tensors_in, with_rows
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
 from shardwise.runtime.module.stage_recorder import RawStages, StageRecorder
@@ -44,10 +44,13 @@ def _blank(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def fake_order(
-    module: nn.Module, fake: FakeTensorMode, blocks: Sequence[str], batch: Any, loss: LossFunction | None = None
-) -> list[str]:
+    module: nn.Module, fake: FakeTensorMode, blocks: Sequence[str], example: Any, rows: int,
+    loss: LossFunction | None,
+) -> list[str]:  # fmt: skip
     """As of `run_order`, without values. As registered where the module does not run so as it is, such as one whose
     experts are not split yet."""
+    with fake:
+        batch = with_rows(example, rows)
     try:
         blank = fake_copy(module, fake)
         with fake:
@@ -71,8 +74,7 @@ def fake_step(
         program.gradients(loss, batches)
     if program.engine.passes > 1:
         raise UserError("trace: the loss calls the module twice with gradients, and a prediction has one pass")
-    first = [x for x in _pytree.tree_leaves(batches[0]) if isinstance(x, Tensor)]
-    recorder.raw.inputs = recorder.followed(first)
+    recorder.raw.inputs = recorder.followed(tensors_in(batches[0]))
     return program.plan, recorder.raw
 
 
@@ -103,7 +105,7 @@ def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:
     out = call(run, batch)
     if isinstance(loss := getattr(out, "loss", None), Tensor):
         return loss, 1
-    used = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+    used = [x for x in tensors_in(out) if x.requires_grad]
     if not used:
         raise UserError("no output depends on the parameters, so there is no gradient: give loss=")
     total = used[0].sum()

@@ -38,6 +38,11 @@ def values_of(weights: Mapping[str, Tensor]) -> Values:
     return values
 
 
+def values_in(module: nn.Module) -> Values:
+    """The values that a module has."""
+    return values_of({name: parameter.detach() for name, parameter in module.named_parameters()})
+
+
 def place_buffers(module: nn.Module, layout: Layout, values: Values, device: torch.device) -> None:
     """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along."""
     if isinstance(values, MetaValues):

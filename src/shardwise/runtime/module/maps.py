@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from shardwise.layout.placement import place
 from shardwise.layout.styles import MapStyle
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.context import Around, OpContext, Options
+from shardwise.ops.context import Around, Exchange, OpContext, Options
 from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.linear import linear
 from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.describe import DescribedModule, is_conv1d, is_plain_map
 from shardwise.runtime.module.experts import RankExperts, lower_experts
-from shardwise.runtime.module.sequence import Exchange
 from shardwise.runtime.tensor.redistribute import around_map
 from shardwise.runtime.transport.comms import Comms
 

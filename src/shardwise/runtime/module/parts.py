@@ -7,15 +7,11 @@ first. Arguments and results may be nested in tuples, lists and dictionaries.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,6 +29,7 @@ from shardwise.ops.gradients import GradSlot, WeightGradients, grad_slot
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.context import CutRows
 from shardwise.runtime.module.describe import ROOT, DescribedModule
+from shardwise.runtime.module.inputs import opened, tensors_in
 from shardwise.runtime.module.maps import lower_maps, outside
 from shardwise.runtime.module.recompute import BlockRecomputation
 from shardwise.runtime.module.sequence import cut_stream, gather_inputs
@@ -43,38 +40,9 @@ from shardwise.runtime.pipeline.program import PartBoundary, Runner
 from shardwise.runtime.transport.comms import Comms
 
 
-def _opened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """(leaves of a tree, dataclasses opened; how to make the tree of other leaves)."""
-    nodes, shape = _pytree.tree_flatten(tree)
-    leaves: list[Any] = []
-    makers: list[tuple[int, Callable[[Sequence[Any]], Any]]] = []
-    for node in nodes:
-        inner = [node]
-        make: Callable[[Sequence[Any]], Any] = itemgetter(0)
-        if is_dataclass(node) and not isinstance(node, type):
-            inner, fields_of = _opened({field.name: getattr(node, field.name) for field in fields(node)})
-            make = partial(_refilled, node, fields_of)
-        leaves += inner
-        makers.append((len(inner), make))
-
-    def made(values: Sequence[Any]) -> Any:
-        rest = iter(values)
-        return _pytree.tree_unflatten([make(list(islice(rest, count))) for count, make in makers], shape)
-
-    return leaves, made
-
-
-def _refilled(node: Any, fields_of: Callable[[Sequence[Any]], dict[str, Any]], values: Sequence[Any]) -> Any:
-    """A copy of a dataclass, frozen or not, with other leaves."""
-    other = copy.copy(node)
-    for name, value in fields_of(values).items():
-        object.__setattr__(other, name, value)
-    return other
-
-
 def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
     """(the tree with its differentiable tensors passed through a boundary, whether there are any)."""
-    leaves, made = _opened(tree)
+    leaves, made = opened(tree)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if at:
         tensors = tuple({id(leaves[i]): leaves[i] for i in at}.values())  # some may come twice
@@ -88,7 +56,7 @@ def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
 
 def _differentiable(tree: Any) -> Any:
     """A block's inputs with gradients: so each block has a backward pass, whatever is frozen before it."""
-    leaves, made = _opened(tree)
+    leaves, made = opened(tree)
     return made([
         x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad else x
         for x in leaves
@@ -313,7 +281,7 @@ class PartRunner(Runner):
         if self.offloaded is None:
             yield
             return
-        shared = storages(x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and not x.requires_grad)
+        shared = storages(x for x in tensors_in(inputs) if not x.requires_grad)
         before = next(reversed(self._saved.values()), None)
         saved = self._saved[name, number] = self.offloaded.block(name, lambda: shared, before)
         with saved.saving():

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime.module.inputs import tensors_in
 from shardwise.runtime.module.program import ModuleProgram
 
 ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -173,7 +173,7 @@ class _Operations(TorchDispatchMode):
         recorder = self._recorder
         offloaded = recorder.program.offloaded
         if recorder.program.comms.communicating or (
-            offloaded and any(x.untyped_storage()._cdata in offloaded.on_host for x in _tensors(args))
+            offloaded and any(x.untyped_storage()._cdata in offloaded.on_host for x in tensors_in(args))
         ):
             return out
         if recorder.recording and func.namespace == "aten" and not func.is_view and not _makes_nothing(func):
@@ -181,7 +181,7 @@ class _Operations(TorchDispatchMode):
         return out
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> RawOp:
-        tensors = _tensors(args, kwargs, out)
+        tensors = tensors_in(args, kwargs, out)
         distinct = {x.untyped_storage()._cdata: x for x in reversed(tensors)}
         nbytes = sum(x.numel() * x.element_size() for x in distinct.values())
         name, flops = func._overloadpacket.__name__, 0
@@ -197,10 +197,6 @@ class _Operations(TorchDispatchMode):
         recorder = self._recorder
         path = recorder.path[-1] if recorder.path and recorder.phase == "forward" else ""
         return RawOp(recorder.part, kind, name, path, recorder.phase, sizes, flops, nbytes, recorder.end)
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    return [x for x in _pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _makes_nothing(func: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.model.trace import TracedMoment, TracedStep
 from shardwise.model.traced_stages import Pair, TracedStages, TracedTensors
 from shardwise.runtime.module.chain import ENTRY, EXIT
+from shardwise.runtime.module.inputs import tensors_in
 
 GROUPS = 4
 """Groups of equal blocks that are traced: the first, whose backward pass frees what all share; two in a row, whose
@@ -118,7 +119,7 @@ class _Observer(TorchDispatchMode):
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-            stream, *_ = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            stream, *_ = tensors_in(args, kwargs)
             taken, self.now = self._key(stream), name
             again = name in self.done
             self._buffers = {self._key(x): buffer for buffer, x in block.named_buffers()}
@@ -137,7 +138,7 @@ class _Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in(args, kwargs)
         if not self.now:
             self._between = True
             self.read |= {self._givers[self._key(x)] for x in tensors if self._key(x) in self._givers}
@@ -152,7 +153,7 @@ class _Observer(TorchDispatchMode):
                 words.append(repr(x))
         read = {self._buffers[self._key(x)] for x in tensors if self._key(x) in self._buffers}
         self.buffers.setdefault(self.now, set()).update(read)
-        self._within |= {self._key(x) for x in _pytree.tree_leaves(out) if isinstance(x, Tensor)}
+        self._within |= {self._key(x) for x in tensors_in(out)}
         self.done[self.now].append(tuple(words))
         return out
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.errors import LayoutError, UserError
@@ -22,7 +21,7 @@ from shardwise.layout import Layout
 from shardwise.layout.axes import TP
 from shardwise.layout.styles import SEQUENCE, MapStyle
 from shardwise.layout.tensor import Edges, Redistribution
-from shardwise.ops.context import COMPLETE, Pending, Redistribute
+from shardwise.ops.context import COMPLETE, Exchange, Pending
 from shardwise.runtime.tensor.redistribute import SEQUENCE_DIM, GatherSequence
 from shardwise.runtime.transport.comms import Comms
 
@@ -114,21 +113,6 @@ def _shards(
                 "stream, or leave sp out"
             )
     return shards
-
-
-class Exchange(torch.autograd.Function):
-    """The communication of a `Redistribute`."""
-
-    @staticmethod
-    def forward(ctx: Any, by: Redistribute, x: Tensor) -> Tensor:
-        ctx.by = by
-        return by.forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        grad, pending = ctx.by.backward(grads[0].contiguous())
-        pending.wait()
-        return None, grad
 
 
 class _WholeStream(GatherSequence):

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.checkpoint import find
 from shardwise.errors import DivergedError, UserError
@@ -24,21 +24,22 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
 from shardwise.report.compare import ReportComparison, compare
 from shardwise.report.step_report import StepReport, merge_roles
-from shardwise.runtime.checkpointing import Saver, restore
+from shardwise.runtime.checkpointing import Saver
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
-from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
+from shardwise.runtime.module.buffers import BuffersBefore, restore_module, written
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.context import check_tokens, length_of
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.failures import Failures
-from shardwise.runtime.module.initial import MetaValues, is_meta, place_buffers, values_of
-from shardwise.runtime.module.inputs import row_length
+from shardwise.runtime.module.initial import MetaValues, is_meta, place_buffers, values_in
+from shardwise.runtime.module.inputs import built, row_length
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.pipeline.program import StepOutcome
+from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.zero.flat_unit import Values
 
 TIMEOUT = 600.0
@@ -99,7 +100,7 @@ def split(
     workload = Workload.of_rows(layout, accumulate)
     check_described(described.blueprint, layout, accumulate)
     at = _device(module, device)
-    values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
+    values: Values = MetaValues(module) if is_meta(module) else values_in(module)
     place_buffers(module, layout, values, at)
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
@@ -114,16 +115,15 @@ def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
 
 
 def _built(model: nn.Module | Callable[[], nn.Module], layout: Layout, example: Any) -> nn.Module:
-    module = model if isinstance(model, nn.Module) else model()
-    if not isinstance(module, nn.Module):
-        raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    module = built(model, "split")
     if cuts_sequences(layout):
         check_tokens(module, example)
     return module
 
 
 def _device(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
-    device = _device_of(module) if wanted is None else torch.device(wanted)
+    there = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    device = torch.device(wanted or ("cpu" if there.type == "meta" else there))
     if device.type == "cuda" and dist.get_backend() == "gloo":
         raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
     return device
@@ -143,15 +143,6 @@ def _meet() -> None:
 def _part() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 class SplitModule(nn.Module):
@@ -238,8 +229,7 @@ class SplitModule(nn.Module):
 
     def _gathered(self, measurement: StepMeasurement, seq: int) -> StepReport:
         """The report of all ranks' roles. seq: elements of a row."""
-        roles: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(roles, measurement.role(self.program.comms.rank))
+        roles = gather_objects(measurement.role(self.program.comms.rank))
         plan, kind = self.program.plan, "CPU" if self.program.device.type == "cpu" else "GPU"
         return StepReport(
             source="measured",
@@ -281,10 +271,7 @@ class SplitModule(nn.Module):
         """Set weights, moments, buffers and step from a checkpoint of any layout, or from a folder's newest one. All
         ranks call it together. Returns the steps that were done. Raises `UserError` when it is of another module, or
         damaged."""
-        checkpoint, module = find(Path(folder)), self.program.module
-        self.program.steps = restore(self.program, checkpoint, stored_shapes(module)).step
-        restore_buffers(module, checkpoint)
-        restore_missed(self.program, checkpoint)
+        self.program.steps = restore_module(self.program, find(Path(folder))).step
         return self.program.steps
 
     def close(self) -> None:

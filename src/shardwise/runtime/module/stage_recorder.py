@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from shardwise.model.traced_stages import When
 from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.chain import ENTRY, EXIT
+from shardwise.runtime.module.inputs import tensors_in
 from shardwise.runtime.module.pipelined import ModuleWorker
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 
@@ -100,7 +100,7 @@ class StageRecorder(StepMeasurement):
         program.engine.begin_step()
         for micro, when in enumerate(("backward", "adding", "inputs")):
             self._micro_batch(worker, micro, when)  # type: ignore[arg-type]
-        inputs = {x.untyped_storage()._cdata for batch in batches for x in _tensors(batch)}
+        inputs = {x.untyped_storage()._cdata for batch in batches for x in tensors_in(batch)}
         self._group(inputs)
         self.raw.buffers = self.followed(self.module.buffers())
         return self.raw
@@ -148,7 +148,7 @@ class StageRecorder(StepMeasurement):
             if path == self.parts[1]:
                 self._hand_on(ENTRY, next(iter((*args, *kwargs.values()))))
             if self._recomputes:
-                for x in _tensors((args, kwargs)):
+                for x in tensors_in(args, kwargs):
                     self._holders.setdefault(x.untyped_storage()._cdata, set()).add(path)
             self._open(path)
 
@@ -227,7 +227,3 @@ class StageRecorder(StepMeasurement):
             )
             place = savers, holders, keepers, kind
             self.raw.tensors[place] = self.raw.tensors.get(place, 0) + kept.nbytes
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in _pytree.tree_leaves(tree) if isinstance(x, Tensor)]

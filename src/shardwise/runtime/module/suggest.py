@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import UserError, brief
@@ -27,7 +26,7 @@ from shardwise.runtime.fake_group import fake_ranks
 from shardwise.runtime.module.cuts import DimCut, Uncut, through
 from shardwise.runtime.module.describe import DescribedModule, call, describe, find_blocks, is_plain_map
 from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_order, fake_step
-from shardwise.runtime.module.inputs import row_count, suited, usual_masks, with_rows
+from shardwise.runtime.module.inputs import built, row_count, suited, tensors_in, usual_masks, with_rows
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.trace import readable
 
@@ -66,15 +65,13 @@ def suggest(
     that makes them; with a loss, its micro-batch. blocks: as for `split`. Raises `UserError` for a module that cannot
     be traced.
     """
-    module = model if isinstance(model, nn.Module) else model()
-    if not isinstance(module, nn.Module):
-        raise UserError(f"suggest takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    module = built(model, "suggest")
     example = example() if callable(example) else example
     rows, fake = max(2, row_count(example)), FakeTensorMode(allow_non_fake_inputs=True)
     with readable(module, "give a plan of your own"), usual_masks(example):
+        search = _Search(module, fake_order(module, fake, find_blocks(module, blocks), example, rows, loss), loss)
         with fake:
             batch = with_rows(example, rows)
-        search = _Search(module, fake_order(module, fake, find_blocks(module, blocks), batch, loss), loss)
         while True:
             blank = fake_copy(module, fake).eval()
             flow = _Flow(blank, search)
@@ -325,8 +322,8 @@ class _Flow(TorchDispatchMode):
             call(self.module, example) if loss is None else loss(self.module, suited(self.module, example))
 
     def _leaves(self, out: Any) -> None:
-        for x in _pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and (state := self._get(x)).cut:
+        for x in tensors_in(out):
+            if (state := self._get(x)).cut:
                 self._fail(state.origins, "every rank needs the module's whole output")
 
     def _get(self, x: Tensor) -> TensorState:
@@ -389,16 +386,14 @@ class _Flow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._inside:
-            outs = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor)]
-            if outs:
-                state = self._after(func, args, kwargs or {}, outs[0])
-                for x in outs:
-                    self._put(x, state if state.cut is None or state.cut.dim < x.dim() else _PLAIN)
+        if not self._inside and (outs := tensors_in(out)):
+            state = self._after(func, args, kwargs or {}, outs[0])
+            for x in outs:
+                self._put(x, state if state.cut is None or state.cut.dim < x.dim() else _PLAIN)
         return out
 
     def _after(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> TensorState:
-        tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in(args, kwargs)
         states = [self._get(x) for x in tensors]
         made = all(state.parameters or x.dim() == 0 for x, state in zip(tensors, states, strict=True)) and bool(states)
         near = frozenset().union(*(state.near for state in states))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -42,12 +43,11 @@ from shardwise.runtime.module.fake_step import (
     fake_step,
 )
 from shardwise.runtime.module.initial import is_meta
-from shardwise.runtime.module.inputs import in_dtype, row_count, row_length, usual_masks, with_rows
+from shardwise.runtime.module.inputs import built, in_dtype, row_count, row_length, usual_masks, with_rows
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
 from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
 from shardwise.runtime.module.stage_recorder import MICRO_BATCHES as STAGE_MICRO_BATCHES
-from shardwise.runtime.module.stage_recorder import RawStages
 from shardwise.runtime.module.traced_chain import CallCounts, call_counts, joined_stages, same_calls, traced_chain
 
 DEGREES = (1, 2, 4, 8)
@@ -88,9 +88,7 @@ def trace(
     which need fewer copies, are traced, too; without them `micro=1` follows from the others.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
-    module = model if isinstance(model, nn.Module) else model()
-    if not isinstance(module, nn.Module):
-        raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    module = built(model, "trace")
     example = example() if callable(example) else example
     if isinstance(cuts, str) or not cuts:
         raise UserError('cuts takes a list of texts, in which "" is none of them')
@@ -128,9 +126,7 @@ class _Tracer:
         self.blocks, self.blocks_named = find_blocks(module, blocks), list(blocks or ())
         if self.blocks:
             with usual_masks(example):
-                with self.fake:
-                    batch = with_rows(example, rows)
-                self.blocks = fake_order(module, self.fake, self.blocks, batch, loss)
+                self.blocks = fake_order(module, self.fake, self.blocks, example, rows, loss)
         self.described = module, self.blocks
         """The module and its blocks that the blueprint has."""
         self.ordered = parts is not None
@@ -245,12 +241,7 @@ class _Tracer:
         return steps
 
     def _step(self, described: DescribedModule, layout: Layout, sizes: Pair) -> TracedStep:
-        def recorded(rows: int, crowd: int = 1) -> tuple[UnitPlan, RawStep]:
-            blank = fake_copy(self.module, self.fake)
-            with self.fake:
-                batches = [with_rows(self.example, rows) for _ in range(MICRO_BATCHES)]
-                return fake_step(blank, described, layout, batches, self.loss, crowd)
-
+        recorded = partial(self._recorded, fake_step, MICRO_BATCHES, described, layout)
         with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
             (units, one), (_, other) = _at(sizes, recorded)
             step = _joined(layout, units, one, other)
@@ -261,18 +252,22 @@ class _Tracer:
             step = self._with_stages(step, self.chain, layout, sizes)
         return step if self.whole is None else self.whole.step(step)
 
+    def _recorded(
+        self, record: Callable[..., T], micro_batches: int, described: DescribedModule, layout: Layout, rows: int,
+        *more: int,
+    ) -> T:  # fmt: skip
+        """What `record` sees of a copy of the module without values."""
+        blank = fake_copy(self.module, self.fake)
+        with self.fake:
+            batches = [with_rows(self.example, rows) for _ in range(micro_batches)]
+            return record(blank, described, layout, batches, self.loss, *more)
+
     def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout, sizes: Pair) -> TracedStep:
         """The step with its parts as stages. Where the module itself publishes their order, an error is the reason why
         pipelines have no predictions."""
         try:
             described = describe(self.module, layout, self.plan, self.blocks, chain)
-
-            def recorded(rows: int) -> RawStages:
-                blank = fake_copy(self.module, self.fake)
-                with self.fake:
-                    batches = [with_rows(self.example, rows) for _ in range(STAGE_MICRO_BATCHES)]
-                    return fake_stages(blank, described, layout, batches, self.loss)
-
+            recorded = partial(self._recorded, fake_stages, STAGE_MICRO_BATCHES, described, layout)
             with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
                 return replace(step, **joined_stages(step, *_at(sizes, recorded)))
         except UserError as error:
@@ -296,24 +291,18 @@ def _at(sizes: Pair, recorded: Callable[[int], T]) -> tuple[T, T]:
     return one, one if sizes[0] == sizes[1] else recorded(sizes[1])
 
 
-class readable:
-    """Context in which a failure on fake tensors is one line. still: what works all the same."""
-
-    def __init__(self, module: nn.Module, still: str = STILL) -> None:
-        self.name, self.still = type(module).__name__, still
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, stack: object) -> None:
-        if error is None or isinstance(error, UserError) or not isinstance(error, Exception):
-            return
-        what = brief(error, 160)
+@contextmanager
+def readable(module: nn.Module, still: str = STILL) -> Iterator[None]:
+    """Raise `UserError`, one line, for a failure on fake tensors. still: what works all the same."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        name, what = type(module).__name__, brief(error, 160)
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-            raise UserError(
-                f"{self.name} cannot be traced: it decides by the values of tensors ({what}); {self.still}"
-            ) from None
-        raise UserError(f"{self.name} cannot be traced: {type(error).__name__}: {what}; {self.still}") from None
+            raise UserError(f"{name} cannot be traced: it decides by the values of tensors ({what}); {still}") from None
+        raise UserError(f"{name} cannot be traced: {type(error).__name__}: {what}; {still}") from None
 
 
 def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> TracedStep:

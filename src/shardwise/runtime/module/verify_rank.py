@@ -6,21 +6,18 @@ import pickle
 import sys
 from dataclasses import asdict
 from multiprocessing import spawn
-from typing import Any
-
-import torch.distributed as dist
 
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.module.comparison import compare_split, first_difference
 from shardwise.runtime.module.verify import VerifyJob
+from shardwise.runtime.transport.process_group import gather_objects
 
 
 def run(rank: int, job: VerifyJob) -> None:
     """Compare, and leave rank 0's verdict over all ranks."""
     spawn.prepare(pickle.loads(bytes.fromhex(job.setup)))
     result = compare_split(pickle.loads(bytes.fromhex(job.request)))
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result)
+    results = gather_objects(result)
     if rank == 0:
         job.leave(asdict(first_difference(results)))
 

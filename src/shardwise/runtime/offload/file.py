@@ -11,7 +11,6 @@ update that every rank has committed is whole on all of them.
 """
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.file_io import memory
+from shardwise.checkpoint.file_io import memory, set_direct
 from shardwise.errors import UserError
 from shardwise.layout.gradients import feeds_back
 from shardwise.layout.homes import BUFFERS, DISK_READ, DISK_WRITE, PAGE, SLOTS, Load, StateFile, paged, state_file
@@ -66,7 +65,7 @@ class OffloadFile:
                 f"cannot keep {format_bytes(layout.nbytes)} of offloaded state in {path}: {error.strerror}; "
                 "choose another folder (--offload-dir)"
             ) from None
-        self.direct = self._set_direct()
+        self.direct = set_direct(self._file)
         """Whether the page cache is left out."""
         self.buffers = [pages(layout.buffer_bytes) for _ in range(BUFFERS if layout.buffer_bytes else 0)]
         """Whole pages [bytes], uint8, that loads go through."""
@@ -87,14 +86,6 @@ class OffloadFile:
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def _set_direct(self, direct: bool = True) -> bool:
-        """Set or clear direct input and output; whether that could be done."""
-        try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_DIRECT if direct else 0)
-        except OSError:
-            return False
-        return True
-
     # -- bytes
 
     def _move(self, call: Callable[..., int], buffer: memoryview, at: int, what: str) -> None:
@@ -103,7 +94,7 @@ class OffloadFile:
                 count = call(buffer, at)
             except OSError as error:
                 if self.direct and error.errno == errno.EINVAL:  # not every file system that takes the flag does it
-                    self.direct = not self._set_direct(False)
+                    self.direct = not set_direct(self._file, False)
                     continue
                 raise UserError(f"cannot {what} offloaded state in {self.path}: {error.strerror}") from None
             if not count:
