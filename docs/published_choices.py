@@ -90,7 +90,7 @@ class Choice:
 
 
 def main() -> None:
-    choices = [_choice(row) for row in json.loads(scoreboard.CHOICES.read_text(encoding="utf-8"))]
+    choices = [_choice(row) for row in json.loads(scoreboard.PUBLISHED_CHOICES.read_text(encoding="utf-8"))]
     dense = [choice for choice in choices if choice.dense]
     narrow = any(choice.published.layout.precision != "bf16" for choice in choices)
     text = HEAD.format(

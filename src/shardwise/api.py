@@ -19,7 +19,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise import predict
 from shardwise.calls import in_python
+from shardwise.cluster import Cluster, Device, Link
 from shardwise.data.sources import open_source
 from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, fewer_ranks
@@ -28,12 +30,14 @@ from shardwise.layout.modules import check_run
 from shardwise.layout.usual_workload import usual_training
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
+from shardwise.model.parameters import Model
 from shardwise.options import check_type
 from shardwise.predict.arguments import Length, as_config, as_length
 from shardwise.report.printing import Printable
 from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
-from shardwise.report.units import format_count, format_share, format_time
+from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.runtime.installed import require
 from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
@@ -45,10 +49,7 @@ from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
     from shardwise.layout.unit import Backend
-    from shardwise.model.parameters import Model
-    from shardwise.report.terminal import Renderable
 
 RUNS = Path("runs")
 
@@ -442,15 +443,12 @@ def _check_out(config: TrainConfig) -> None:
 
 def _check_fits(config: TrainConfig) -> None:
     """Raise `UserError` for what this machine cannot hold: the system would end ranks without a word, or others'."""
-    from shardwise.predict import estimate
-    from shardwise.report.units import format_bytes
-
     cluster = _cluster(config, nodes=1)
     room = cluster.device.memory_bytes
     if room is None or config.layout.compile != "off":
         return
     try:
-        predicted = estimate(config.model, config.layout, config.workload, cluster)
+        predicted = predict.estimate(config.model, config.layout, config.workload, cluster)
     except UserError:
         if config.model.counted is None:
             raise
@@ -518,8 +516,6 @@ def _raise_for(code: int, line: str) -> None:
 def _predict(config: TrainConfig, nodes: int) -> None:
     """Write the prediction next to the measurement: the runtime itself has no predictions."""
     if config.report:
-        from shardwise.predict import estimate
-
         directory = RunDirectory(Path(config.out))
         backend, measured = _carried_by(directory), directory.report("measured")
         roles = StepReport.read(measured).roles if measured.exists() else ()
@@ -530,7 +526,7 @@ def _predict(config: TrainConfig, nodes: int) -> None:
                 from shardwise.runtime.module.class_run import traced
 
                 subject = traced(config)
-            report = estimate(
+            report = predict.estimate(
                 subject, config.layout, config.workload,
                 _cluster(config, nodes), backend, recorded=recorded, slow=config.stragglers, emulated=config.emulated,
             )  # fmt: skip
@@ -544,8 +540,6 @@ def _predict(config: TrainConfig, nodes: int) -> None:
 
 def _step_times(directory: RunDirectory) -> str:
     """Measured and predicted seconds of a step on a line; empty where one of them is not known."""
-    from shardwise.report.units import format_share, format_time
-
     files = [directory.report(name) for name in ("measured", "predicted")]
     measured, predicted = (StepReport.read(file).time if file.exists() else None for file in files)
     if not measured or not predicted:
@@ -570,8 +564,6 @@ def _carried_by(directory: RunDirectory) -> Backend | None:
 
 def _cluster(config: TrainConfig, nodes: int) -> Cluster:
     """Hardware of the run, as far as it is known without torch."""
-    from shardwise.cluster import Cluster, Device, Link
-
     per_node = config.layout.ranks // nodes
     if config.device == "cpu":
         measured = HostFile.from_environment().cluster if nodes > 1 else None

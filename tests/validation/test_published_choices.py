@@ -16,7 +16,7 @@ from shardwise.predict.time.profiles import engine
 from shardwise.validation import scoreboard
 
 PAGE = Path(__file__).parents[2] / "docs" / "published_choices.md"
-ROWS = json.loads(scoreboard.CHOICES.read_text(encoding="utf-8"))
+ROWS = json.loads(scoreboard.PUBLISHED_CHOICES.read_text(encoding="utf-8"))
 NEAR = 1.10
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 from collections.abc import Iterator
@@ -95,8 +96,6 @@ def _network(args: BenchOptions) -> Network | None:
 
 def cores() -> set[int]:
     """The cores that this process may use."""
-    import os
-
     return os.sched_getaffinity(0)
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import CommandOptions, arg, borrow, given
 from shardwise.cli.quantities import bytes_of
+from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.serving import check_generation
 from shardwise.records import dataclass
 from shardwise.serving.job import ServingJob, weights_in
 
@@ -34,7 +36,6 @@ class ServingOptions(CommandOptions):
 
 def job_of(args: ServingOptions, report: str | None = None) -> ServingJob:
     """The engine that the options describe. Raises `UserError`."""
-    from shardwise.layout.serving import check_generation
     from shardwise.predict.memory.serving import largest_page_bytes
 
     layout = Layout.parse(args.layout)
@@ -59,7 +60,6 @@ def job_of(args: ServingOptions, report: str | None = None) -> ServingJob:
 
 def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
-    from shardwise.cluster.catalog import lookup
     from shardwise.predict.memory import serving
     from shardwise.predict.memory.capacity import RESERVED_BYTES
 

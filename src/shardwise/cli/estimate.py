@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardwise import predict
 from shardwise.cli import estimate_measure
 from shardwise.cli.clusters import HostOptions, NetworkOptions, cluster_of, usual_cluster
 from shardwise.cli.declare import arg, borrow
@@ -41,13 +42,11 @@ from shardwise.layout.model_size import size_json, size_words
 from shardwise.model.parameters import Model, count
 from shardwise.predict.cluster_links import link_lines, links_line, with_links
 from shardwise.records import dataclass
+from shardwise.report import StepReport
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
+from shardwise.runtime.installed import require
 from shardwise.runtime.job.slow_ranks import SlowRanks
-
-if TYPE_CHECKING:
-    from shardwise.report import StepReport
-    from shardwise.report.terminal import Renderable
-
 
 ENGINE = "engine precision recompute_modules recompute_layers"
 """EstimateOptions of another engine's software."""
@@ -95,9 +94,7 @@ class EstimatedStep:
 
     def estimate(self, **more: Any) -> StepReport:
         """The prediction, with a note for each number that was not given. more: for `predict.estimate`."""
-        from shardwise.predict import estimate
-
-        return self.noted(estimate(*self.subject, **more))
+        return self.noted(predict.estimate(*self.subject, **more))
 
     def noted(self, report: StepReport) -> StepReport:
         """The report with what was assumed."""
@@ -165,8 +162,6 @@ def _slowed(args: EstimateOptions) -> dict[str, Any]:
 
 
 def _dry_run(step: EstimatedStep) -> StepReport:
-    from shardwise.runtime.installed import require
-
     require("--dry-run", "torch")
     from shardwise.runtime.dryrun import dry_run
 
@@ -184,10 +179,9 @@ def _measure(args: EstimateOptions, step: EstimatedStep) -> int:
 
 
 def _compare(args: EstimateOptions, step: EstimatedStep, other: Layout, more: dict[str, Any]) -> int:
-    from shardwise.predict import estimate
     from shardwise.report.predictions import prediction_tables, predictions_json
 
-    a, b = (estimate(*replace(step, layout=layout).subject, **more) for layout in (step.layout, other))
+    a, b = (predict.estimate(*replace(step, layout=layout).subject, **more) for layout in (step.layout, other))
     data = with_links(predictions_json(a, b), step.cluster)
     return print_result(args, data, chain(step.head[:-1], prediction_tables(a, b)))
 
@@ -253,12 +247,11 @@ def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("a table of ZeRO stages is for either MODEL or --params: give one")
 
-    from shardwise.predict import zero_table
     from shardwise.predict.memory.states import largest_model, training_states, zero_sent
     from shardwise.report import tables
 
     params = args.params if args.params is not None else float(count(model_of(args)))
-    table = zero_table(params, gpus)
+    table = predict.zero_table(params, gpus)
     sent = {stage: zero_sent(stage) for stage in table}
     data = {
         "params": params,

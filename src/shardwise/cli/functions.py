@@ -10,17 +10,16 @@ import inspect
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.declare import HIDDEN, CommandOptions, command_of, declared, is_required, options_of, typed
 from shardwise.cli.output import collected
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.report.printing import Printable
-
-if TYPE_CHECKING:
-    from shardwise.report.terminal import Renderable
+from shardwise.report.terminal import Renderable
 
 
 class CommandResult(Printable):
@@ -82,8 +81,6 @@ def _function(name: str, first: str) -> Callable[..., CommandResult]:
 
 def _value(item: Any, value: Any) -> Any:
     """A value as the command line would read it. Raises `UserError`."""
-    from shardwise.model import ModelConfig
-
     if item.name == "layout" and isinstance(value, (Layout, Mapping)):
         return str(Layout.of(value))
     if isinstance(value, (Cluster, ModelConfig)):

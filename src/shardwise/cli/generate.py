@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import emulate
@@ -150,8 +151,6 @@ def _generate(
 
     Raises `RunFailed` when a rank dies.
     """
-    from queue import SimpleQueue
-
     from shardwise.runtime.job.launch import RunFailed
 
     sampling = replace(sampling, stop_tokens=stops)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.clusters import check_name, write_cluster
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.units import format_bytes, format_time
@@ -82,7 +83,6 @@ def links_of(nodes: int, texts: Sequence[str]) -> list[LabLink]:
 
 def _cluster_file(args: LabOptions, links: list[LabLink], folder: Path) -> Path | None:
     """The file that describes the hosts as a cluster; None where this machine has not been measured."""
-    from shardwise.cluster import Cluster
     from shardwise.lab.link import lab_cluster
 
     check_name(args.out)

@@ -28,6 +28,7 @@ from shardwise.lab.job import is_shardwise
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
 from shardwise.records import dataclass
+from shardwise.report.units import format_bytes
 
 TRAIN, SERVE = "train", "serve"
 
@@ -145,7 +146,6 @@ def _checked(training: train.TrainOptions, cluster: Cluster) -> tuple[ModelConfi
     """The training's model and layout. Raises `UserError` for what does not run, or does not fit."""
     from shardwise.predict import estimate
     from shardwise.predict.memory.capacity import capacity_of
-    from shardwise.report.units import format_bytes
 
     model, layout = model_of(training), Layout.parse(training.layout)
     if training.vocab is not None:

@@ -13,6 +13,7 @@ import os
 import sys
 from contextlib import suppress
 
+from shardwise import __version__
 from shardwise.cli.commands import COMMANDS, overview
 from shardwise.errors import DivergedError, UserError, did_you_mean, file_limit
 
@@ -120,8 +121,6 @@ def _dispatch(argv: list[str]) -> int:
         print(overview())
         return 0 if argv else 2
     if argv[0] in ("-V", "--version"):
-        from shardwise import __version__
-
         print(f"shardwise {__version__}")
         return 0
     name, *rest = FORMER_ACTIONS.get(" ".join(argv[:2]), argv[:2]) + argv[2:]

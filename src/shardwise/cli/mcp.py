@@ -24,6 +24,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+from shardwise import __version__
 from shardwise.cli.declare import (
     HIDDEN,
     CommandOptions,
@@ -75,8 +76,6 @@ async def _serve() -> None:
     from mcp import types
     from mcp.server.lowlevel import Server
     from mcp.server.stdio import stdio_server
-
-    from shardwise import __version__
 
     one = CapacityLimiter(1)  # a command prints on the process's standard output
 

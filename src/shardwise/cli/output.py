@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,8 +68,6 @@ def working(doing: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda line: print(f"{doing}: {line}", file=sys.stderr, flush=True)
         return
-    import threading
-
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.models import config_of_trace
 from shardwise.errors import UserError, os_errors
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import defaults
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, hub_name
@@ -21,7 +21,6 @@ from shardwise.report.units import format_bytes
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.interop import EngineFile, EngineSpec, WriteRequest
-    from shardwise.layout import Workload
     from shardwise.planner.disaggregated import Disaggregated
 
 

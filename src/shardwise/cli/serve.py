@@ -10,10 +10,12 @@ launch writes such jobs.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise import __version__
 from shardwise.cli.declare import arg, word
 from shardwise.cli.engine import ServingOptions, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
@@ -22,6 +24,7 @@ from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
+from shardwise.serving.job import tokenizer_of, weights_in
 
 if TYPE_CHECKING:
     from shardwise.predict.memory.serving import MemoryFit
@@ -46,7 +49,6 @@ class ServeOptions(ServingOptions, ConfigOptions):
 
 def run(args: ServeOptions) -> int:
     require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
-    from shardwise import __version__
     from shardwise.runtime.job import rank
     from shardwise.runtime.job.output import say
     from shardwise.serving.http.app import application
@@ -89,7 +91,6 @@ def run(args: ServeOptions) -> int:
 def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     """The tokenizer of a folder and its chat template. Raises `UserError`."""
     from shardwise.serving.http.chat import Chat
-    from shardwise.serving.job import tokenizer_of, weights_in
     from shardwise.serving.text import Text
 
     weights_in(folder)
@@ -102,7 +103,6 @@ def _text_and_chat(folder: str) -> tuple[Text, Chat]:
 def _print_ready(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Ready, as_json: bool) -> None:
     """Say that requests are taken: on standard output, since programs wait for that line."""
     import json
-    from dataclasses import asdict
 
     if not as_json:
         print(f"{name} is served on {url}: context {ready.context:,}, {ready.transport}", flush=True)

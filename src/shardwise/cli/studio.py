@@ -3,6 +3,8 @@
 With --out, write views into a file that opens without a server.
 """
 
+import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,11 +68,8 @@ def _serve(args: StudioOptions) -> int:
 
 
 def _open(address: str, no_browser: bool) -> None:
-    import sys
-
     sys.stdout.flush()
     if not no_browser:
-        import threading
         import webbrowser
 
         # Some browsers hold the caller until they close.

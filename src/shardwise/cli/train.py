@@ -20,7 +20,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import usual_training
 from shardwise.records import dataclass
 from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
-from shardwise.runtime.job.output import say
+from shardwise.runtime.job.output import say, tolerant_output
 
 FILE_KEYS = OptimizerConfig
 """Fields that a file of --config may have without a flag."""
@@ -80,7 +80,6 @@ class TrainOptions(RunOptions, OptimizerOptions, DataOptions):
 
 def run(args: TrainOptions) -> int:
     from shardwise.api import resume, train, under_torchrun
-    from shardwise.runtime.job.output import tolerant_output
 
     apply_plan(args)
     if under_torchrun():
@@ -102,7 +101,6 @@ def run(args: TrainOptions) -> int:
 
 def _run_as_rank(args: TrainOptions) -> NoReturn:
     from shardwise.api import configure, configure_resumed, train_as_rank
-    from shardwise.runtime.job.output import tolerant_output
     from shardwise.runtime.job.rank import leave, number
 
     if args.port:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result
@@ -19,10 +19,7 @@ from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.table import FittedTable, plain_table
 from shardwise.report.terminal import Renderable
-
-if TYPE_CHECKING:
-    from shardwise.validation import scoreboard
-    from shardwise.validation.scoreboard import Prediction, Score
+from shardwise.validation import scoreboard
 
 
 @dataclass
@@ -37,8 +34,6 @@ class ValidateOptions(CommandOptions):
 
 
 def run(args: ValidateOptions) -> int:
-    from shardwise.validation import scoreboard
-
     if args.blocks:
         return _blocks(args, args.blocks)
     rows = [row for table in _tables(args) for row in scoreboard.read(table)]
@@ -59,8 +54,6 @@ def run(args: ValidateOptions) -> int:
 
 
 def _tables(args: ValidateOptions) -> list[Path]:
-    from shardwise.validation import scoreboard
-
     if args.runs:
         return [*args.tables, scoreboard.RUNS]
     if args.memory:
@@ -91,10 +84,8 @@ def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:
     return keyed(score, "source mean_abs_error held_out_error bias skipped") | {"rows": rows}
 
 
-def _experts(args: ValidateOptions, predictions: list[Prediction]) -> int:
+def _experts(args: ValidateOptions, predictions: list[scoreboard.Prediction]) -> int:
     """Print the errors of models with experts, one model at a time."""
-    from shardwise.validation import scoreboard
-
     ranked = scoreboard.mixture_scores(predictions)
     if not ranked:
         raise UserError("no row of these tables trains a model with experts that can be predicted")
@@ -109,8 +100,6 @@ def _experts(args: ValidateOptions, predictions: list[Prediction]) -> int:
 
 def _left_out(args: ValidateOptions, ranked: list[scoreboard.LeftOutScore]) -> int:
     """Print each source's error with and without it among what was fitted on."""
-    from shardwise.validation import scoreboard
-
     if not any(score.rows for score in ranked):
         reasons = "; ".join(dict.fromkeys(why for score in ranked for why in score.skipped))
         raise UserError(f"no row of these tables can be predicted{f': {reasons}' if reasons else ''}")
@@ -133,8 +122,6 @@ def _left_out(args: ValidateOptions, ranked: list[scoreboard.LeftOutScore]) -> i
 
 def _blocks(args: ValidateOptions, file: Path) -> int:
     """Print the errors of kernels and blocks, one model left out at a time."""
-    from shardwise.validation import scoreboard
-
     scores = scoreboard.block_scores(*scoreboard.read_blocks(file))
     table = plain_table(["kind"], ("rows", "mean error", "bias", "worst model"), "each model left out")
     for score in scores:
@@ -147,16 +134,13 @@ def _rows(count: int) -> str:
     return f"{count} row{'s' if count > 1 else ''}"
 
 
-def _row(one: Prediction) -> dict[str, Any]:
-    from shardwise.validation import scoreboard
-    from shardwise.validation.scoreboard import MISS
-
-    reason = scoreboard.reason(one) if abs(one.error) > MISS else None
+def _row(one: scoreboard.Prediction) -> dict[str, Any]:
+    reason = scoreboard.reason(one) if abs(one.error) > scoreboard.MISS else None
     keys = "seconds low=range.low high=range.high measured_seconds=measured error inside assumed=case.assumed"
     return {"case": one.case.describe(), **keyed(one, keys), "reason": reason}
 
 
-def _scores(ranked: list[Score]) -> FittedTable:
+def _scores(ranked: list[scoreboard.Score]) -> FittedTable:
     headings = ("rows", "median error", "mean", "90th percentile", "bias", "in the 80% range", "its width", "skipped")
     table = plain_table(["source"], headings, "predicted against measured", drop=("90th percentile", "skipped"))
     for score in ranked:
@@ -169,8 +153,6 @@ def _scores(ranked: list[Score]) -> FittedTable:
 
 def _memory_lines(rows: list[Any]) -> Iterator[str]:
     """Errors of predicted states and activations for rows with measured memory."""
-    from shardwise.validation import scoreboard
-
     for score in scoreboard.memory_scores(rows):
         if score.mean_abs_error is not None and score.bias is not None:
             yield (
@@ -181,28 +163,25 @@ def _memory_lines(rows: list[Any]) -> Iterator[str]:
             yield f"{score.source}: memory of {_rows(count)} skipped: {why}"
 
 
-def _assumed_lines(predictions: list[Prediction]) -> Iterator[str]:
+def _assumed_lines(predictions: list[scoreboard.Prediction]) -> Iterator[str]:
     """The settings that rows leave out, with the values assumed for them."""
     counts = Counter((one.case.source, words) for one in predictions for words in one.case.assumed)
     for (source, words), count in counts.items():
         yield f"{source}: assumed for {_rows(count)}: {words}"
 
 
-def _skipped_lines(ranked: Sequence[Score | scoreboard.LeftOutScore]) -> Iterator[str]:
+def _skipped_lines(ranked: Sequence[scoreboard.Score | scoreboard.LeftOutScore]) -> Iterator[str]:
     """How many rows of each source are not scored, by reason."""
     for score in ranked:
         for why, count in score.skipped.items():
             yield f"{score.source}: {_rows(count)} skipped: {why}"
 
 
-def _row_lines(predictions: list[Prediction], every: bool) -> Iterator[str]:
-    from shardwise.validation import scoreboard
-    from shardwise.validation.scoreboard import MISS
-
-    listed = [one for one in predictions if every or abs(one.error) > MISS]
+def _row_lines(predictions: list[scoreboard.Prediction], every: bool) -> Iterator[str]:
+    listed = [one for one in predictions if every or abs(one.error) > scoreboard.MISS]
     if not listed:
         return
-    yield f"\n{'all rows' if every else f'rows off by more than {MISS:.0%}'}:"
+    yield f"\n{'all rows' if every else f'rows off by more than {scoreboard.MISS:.0%}'}:"
     for one in sorted(listed, key=lambda one: (one.case.source, -abs(one.error))):
-        why = scoreboard.reason(one) if abs(one.error) > MISS else ""
+        why = scoreboard.reason(one) if abs(one.error) > scoreboard.MISS else ""
         yield f"{one.case.source}: {100 * one.error:+.0f}%  {one.case.describe()}{f': {why}' if why else ''}"

@@ -12,6 +12,7 @@ from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.spec import EngineSpec, specs
 from shardwise.layout import Layout, Workload, check
+from shardwise.layout.context import PAGE
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
@@ -166,7 +167,6 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights, or one sequence
     of the greatest length, do not fit."""
-    from shardwise.layout.context import PAGE
     from shardwise.predict.memory import engine_workspace as usual
     from shardwise.predict.memory.serving import ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine

@@ -9,6 +9,7 @@ from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import ConfigFields, renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
+from shardwise.model.catalog import catalog
 
 _POLICY = "activation-checkpoint:"
 """Word of arguments that chooses what is recomputed, since 0.3."""
@@ -50,8 +51,6 @@ def cut_stages(
     """Layers by stage as `generate_llm_fqn_per_model_part` cuts them, where the model is known, else none: the ends
     count as layers, and what is left over goes to the first stages. chunks: a rank's by the schedule; each: layers a
     stage, 0 for none; parts: modules by stage. Raises `UserError` as it does."""
-    from shardwise.model.catalog import catalog
-
     layers = catalog()[model].layers if model in catalog() else 0
     if parts:
         counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
