@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise import predict
 from shardwise.calls import in_python
@@ -27,6 +27,7 @@ from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, fewer_ranks
 from shardwise.layout.legality import suited
 from shardwise.layout.modules import check_run
+from shardwise.layout.unit import Backend
 from shardwise.layout.usual_workload import usual_training
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
@@ -47,9 +48,6 @@ from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.losses import LossConfig, by_class
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
-
-if TYPE_CHECKING:
-    from shardwise.layout.unit import Backend
 
 RUNS = Path("runs")
 

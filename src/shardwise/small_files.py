@@ -32,10 +32,18 @@ def read_small(path: Path, most: int = MOST) -> str:
 def json_object_in(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where it holds none, or cannot be read."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return json_object(path.read_bytes()) or {}
+    except OSError:
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def json_object(text: bytes) -> dict[str, Any] | None:
+    """The object that a JSON text holds; None where it holds none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _check(path: Path, about: os.stat_result, most: int) -> None:

@@ -20,15 +20,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.audit.job import AuditedJob, check_command, read_job, run_audited
+from shardwise.audit.reading import RECORDINGS
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result
 from shardwise.cli.quantities import bytes_of, length_of
 from shardwise.errors import UserError
+from shardwise.layout import Layout
 from shardwise.records import dataclass
+from shardwise.report import StepReport
+from shardwise.report.run_directory import RunDirectory, occupied
+from shardwise.runtime.job.locks import temporary_folder
+from shardwise.runtime.job.output import say
+from shardwise.runtime.job.signals import handled
 
 if TYPE_CHECKING:
     from shardwise.audit.advice import AdviceRequest
-    from shardwise.audit.job import AuditedJob
     from shardwise.model import ModelConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -56,9 +63,7 @@ class AuditOptions(CommandOptions):
 
 
 def run(args: AuditOptions) -> int:
-    from shardwise.audit.reading import RECORDINGS
     from shardwise.audit.result import audit_lines, audit_of, failures_of
-    from shardwise.layout import Layout
 
     if bool(args.program) == bool(args.files):
         raise UserError("name files, or a program: shardwise audit -- torchrun --nproc-per-node 2 train.py")
@@ -88,7 +93,6 @@ def run(args: AuditOptions) -> int:
 
 def _files(args: AuditOptions) -> int:
     from shardwise.audit.files.result import audit_files
-    from shardwise.report import StepReport
 
     if given := [name for name in ("expect", "budget", "out", "cluster") if getattr(args, name) is not None]:
         raise UserError(f"--{given[0]} is for programs and what --out has written: leave it out")
@@ -103,12 +107,6 @@ def _files(args: AuditOptions) -> int:
 
 def _recorded(args: AuditOptions) -> AuditedJob:
     """Run the program; lines that it prints go to standard error with --json."""
-    from shardwise.audit.job import check_command, run_audited
-    from shardwise.report.run_directory import RunDirectory, occupied
-    from shardwise.runtime.job.locks import temporary_folder
-    from shardwise.runtime.job.output import say
-    from shardwise.runtime.job.signals import handled
-
     received: list[int] = []
     with temporary_folder() as temporary:
         folder = args.out or temporary
@@ -122,8 +120,6 @@ def _recorded(args: AuditOptions) -> AuditedJob:
 
 
 def _read(folder: Path) -> AuditedJob:
-    from shardwise.audit.job import read_job
-
     job = read_job(folder)
     if not job.recordings:
         raise UserError(f"{folder} has no recording of shardwise audit --out")

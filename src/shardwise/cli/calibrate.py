@@ -25,6 +25,8 @@ from shardwise.cli.clusters import check_name, known_cluster, write_cluster
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json, show
 from shardwise.cluster import Cluster
+from shardwise.cluster.topology import MOST_TEXT, Topology, advice, ask, cluster_of, device_of, explained, read
+from shardwise.cluster.writing import to_toml
 from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.records import dataclass
@@ -32,7 +34,6 @@ from shardwise.report.table import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
-    from shardwise.cluster.topology import Topology
     from shardwise.schedule.fit import Accuracy, Figure, NetworkFit, Sample
 
 SIZES = ",".join(f"{1 << k}KiB" for k in range(17))
@@ -230,9 +231,6 @@ class ReadTopology(CommandOptions):
     out: Path | None = arg("cluster file to write (standard output)", "FILE")
 
     def run(self) -> int:
-        from shardwise.cluster.topology import advice, cluster_of, device_of, explained
-        from shardwise.cluster.writing import to_toml
-
         check_name(self.out)
         topology = _read_topology(self.table)
         device = device_of(topology, self.device)
@@ -250,8 +248,6 @@ class ReadTopology(CommandOptions):
 
 
 def _read_topology(table: str | None) -> Topology:
-    from shardwise.cluster.topology import MOST_TEXT, ask, read
-
     if table is None:
         return ask()
     if table == "-":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli import collective_bench
 from shardwise.cli.clusters import known_cluster, write_cluster
@@ -27,16 +27,10 @@ from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
+from shardwise.runtime.measure.samples import Probed, above_limits
 
 if TYPE_CHECKING:
     from shardwise.runtime.measure.hardware import DiskRates
-
-
-class DiskSpeeds(NamedTuple):
-    """Bytes/s of a disk; None where not known."""
-
-    read: float | None
-    write: float | None
 
 
 @dataclass
@@ -114,7 +108,6 @@ def _measured(args: DeviceOptions, kind: str) -> dict[str, Any]:
 def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
     """Raise `RunFailed` for a sample that no device can have, measured twice."""
     from shardwise.runtime.job.launch import RunFailed
-    from shardwise.runtime.measure.samples import Probed, above_limits
 
     late = above_limits([Probed(**sample) for sample in samples], kind)
     if late:
@@ -159,12 +152,10 @@ def _host(measured: dict[str, float], disk: DiskRates | None, before: Cluster | 
     """The measured host. Of a CPU, whose memory is the ranks' own, without memory; without a disk, with the speeds that
     the file had."""
     known = before.host if before else Host()
-    rates = disk or DiskSpeeds(known.disk_read, known.disk_write)
+    read, write = (disk.read, disk.write) if disk else (known.disk_read, known.disk_write)
     memory = None if device.kind == "cpu" else machine_memory()
     source = f"copies of {device.source}; AdamW of all its ranks together"
-    return Host(
-        memory, measured["link_bandwidth"], None, measured["adamw_rate"], rates.read, rates.write, source=source
-    )
+    return Host(memory, measured["link_bandwidth"], None, measured["adamw_rate"], read, write, source=source)
 
 
 def _host_lines(host: Host, why: str) -> Iterator[Renderable]:

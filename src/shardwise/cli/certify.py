@@ -15,17 +15,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.certify.engines import check_engine
+from shardwise.certify.result import Certificate
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result, working
 from shardwise.errors import os_errors
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
-
-if TYPE_CHECKING:
-    from shardwise.certify.result import Certificate
 
 
 @dataclass

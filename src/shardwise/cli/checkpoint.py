@@ -20,7 +20,7 @@ from shardwise.layout import Layout
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.terminal import Renderable
-from shardwise.report.units import format_bytes, format_count
+from shardwise.report.units import format_bytes, format_count, format_things
 from shardwise.runtime.job.output import say
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class ReshardCheckpoint(StoredOptions):
 
         layout = Layout.parse(self.layout)
         manifest = reshard(find(self.checkpoint), self.out, layout)
-        count = len(manifest.parts)
-        files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
+        files = f"{format_things(len(manifest.parts), 'file')}, {format_bytes(manifest.nbytes)}"
         line = f"wrote {self.out}: step {manifest.step} under {layout}, {files}"
         _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), self.out)
         return print_result(self, {"checkpoint": str(self.out), "layout": str(layout), **_counts(manifest)}, [line])

@@ -10,6 +10,7 @@ from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.records import dataclass
+from shardwise.report.files import check_place, write_whole
 
 VARIABLE = "SHARDWISE_CLUSTER"
 """Names the cluster where --cluster is left out."""
@@ -69,8 +70,6 @@ def check_name(file: Path | None) -> None:
 
 def known_cluster(file: Path | None) -> Cluster | None:
     """The cluster in a file; None where there is none yet. Raises `UserError` where it could not be written later."""
-    from shardwise.report.files import check_place
-
     check_name(file)
     if file is None:
         return None
@@ -86,6 +85,5 @@ def write_cluster(
 ) -> None:
     """Write a cluster file, whole or not at all. remarks: key -> comment behind its value."""
     from shardwise.cluster.writing import to_toml
-    from shardwise.report.files import write_whole
 
     write_whole(file, to_toml(cluster, header, remarks))

@@ -22,7 +22,7 @@ from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.terminal import Renderable
-from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.report.units import format_bytes, format_share, format_things, format_time
 
 if TYPE_CHECKING:
     from shardwise.schedule import Algorithm
@@ -135,7 +135,7 @@ class PriceCollective(NetworkOptions):
         if self.ranks > (most := MOST_EXCHANGED.get(name, MOST_PRICED)):
             raise UserError(f"--ranks {self.ranks}: {name} is priced on up to {most:,} ranks")
         prices = pricer(name, self.ranks, cluster, self.nics)
-        progress(f"{name} on {_ranks(self.ranks)}")
+        progress(f"{name} on {format_things(self.ranks, 'rank')}")
         ranked = prices.ranked(nbytes)
         changes = prices.crossovers(1 << 8, 1 << 34)
         predicted = None if self.nics else collective_seconds(name, nbytes, self.ranks, cluster) or None
@@ -187,9 +187,9 @@ def _verified(algorithm: Algorithm, ranks: list[int]) -> dict[str, Any]:
 def _print_verified(result: dict[str, Any]) -> None:
     name, checked = f"{result['collective']} {result['algorithm']}", len(result["ranks"])
     if not result["findings"]:
-        print(f"✓ {name}: right on {checked} number{'s' if checked != 1 else ''} of ranks", flush=True)
+        print(f"✓ {name}: right on {format_things(checked, 'number')} of ranks", flush=True)
     for finding in result["findings"]:
-        print(f"✗ {name} on {_ranks(finding['ranks'])}: {finding['text']}", flush=True)
+        print(f"✗ {name} on {format_things(finding['ranks'], 'rank')}: {finding['text']}", flush=True)
 
 
 def _told(predicted: dict[str, float] | None, name: str, nbytes: int, cluster: Cluster) -> Iterator[str]:
@@ -217,7 +217,8 @@ def _priced(choice: Choice) -> dict[str, Any]:
 
 
 def _cost_table(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: Cluster) -> Iterator[Renderable]:
-    title = f"{prices.collective} of {format_bytes(nbytes)} on {_ranks(prices.network.ranks)} of {cluster}"
+    ranks = format_things(prices.network.ranks, "rank")
+    title = f"{prices.collective} of {format_bytes(nbytes)} on {ranks} of {cluster}"
     terms = ("α", "β", "γ")  # noqa: RUF001
     needed = [f"{term} needed" for term in terms]
     table = plain_table(("", "algorithm"), ("time", *terms, *needed, "steps", "sent"), title, drop=needed[::-1])
@@ -229,10 +230,6 @@ def _cost_table(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: Clus
         mark = "✓" if place == 0 else ""
         table.add_row(mark, choice.name + options, *times, *shares, str(price.steps), format_bytes(price.bytes_sent))
     yield table
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 ACTIONS = {"show": ShowCollective, "verify": VerifyCollective, "cost": PriceCollective, "bench": BenchCollective}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_result
 from shardwise.cli.quantities import bytes_of
+from shardwise.cluster import Cluster
+from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
@@ -72,8 +74,6 @@ def run(args: BenchOptions, algorithms: list[Algorithm]) -> int:
 def check(ranks: int, sizes: list[int]) -> None:
     """Raise `UserError` without torch, for a number of ranks that cannot be measured, and for sizes in bytes of which
     this host cannot hold one on each rank."""
-    from shardwise.cluster.catalog import lookup
-
     require("measuring", "torch")
     if not 1 < ranks <= MOST_RANKS:
         raise UserError(f"--ranks {ranks}: between 2 and {MOST_RANKS} can be measured on one host")
@@ -88,7 +88,6 @@ def check(ranks: int, sizes: list[int]) -> None:
 def _network(args: BenchOptions) -> Network | None:
     if args.cluster is None:
         return None
-    from shardwise.cluster import Cluster
     from shardwise.schedule.network import Network
 
     return Network.of(Cluster.parse(args.cluster), args.ranks, repeated=True)

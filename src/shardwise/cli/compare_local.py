@@ -20,7 +20,7 @@ from shardwise.planner.strategies import decode_round
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
 from shardwise.report.table import rows_by_name
 from shardwise.report.terminal import Renderable
-from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.report.units import format_bytes, format_share, format_things, format_time
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.serving.job import ServingJob
@@ -177,7 +177,7 @@ def tables(name: str, measured: Sequence[Here], prompts: int) -> Iterator[Render
     """All that is printed of what was measured."""
     many = f"{prompts} sequences at a time" if prompts > 1 else "one sequence"
     count = len(measured[0].tokens[0])
-    yield f"{name}, measured here: {many}, {count} token{'s' * (count > 1)} each\n"
+    yield f"{name}, measured here: {many}, {format_things(count, 'token')} each\n"
     yield rows_by_name(
         [str(one.layout) for one in measured], [(words, [cell(one) for one in measured]) for words, cell in ROWS]
     )
@@ -203,30 +203,22 @@ def _cell(words: Callable[[float], str], of: Callable[[Here], float | Fraction |
     return lambda one: "" if (value := of(one)) is None else words(float(value))
 
 
-def _bytes(of: Callable[[Here], float | Fraction | None]) -> Callable[[Here], str]:
-    return _cell(format_bytes, of)
-
-
 def _sent(of: Callable[[Volume], Fraction]) -> Callable[[Here], str]:
-    return _bytes(lambda one: None if one.ring_bytes_of_a_token is None else of(one.ring_bytes_of_a_token))
-
-
-def _time(of: Callable[[Here], float | None]) -> Callable[[Here], str]:
-    return _cell(format_time, of)
+    return _cell(format_bytes, lambda one: None if one.ring_bytes_of_a_token is None else of(one.ring_bytes_of_a_token))
 
 
 ROWS: list[tuple[str, Callable[[Here], str]]] = [
     ("a rank sends for a token (ring volume)", _sent(lambda sent: sent.total)),
-    ("  predicted", _bytes(lambda one: one.predicted_ring_bytes_of_a_token.total)),
+    ("  predicted", _cell(format_bytes, lambda one: one.predicted_ring_bytes_of_a_token.total)),
     ("  blocks", _sent(lambda sent: sent.blocks)),
     ("  embedding, head, logits", _sent(lambda sent: sent.edges)),
     ("  control, chosen tokens", _sent(lambda sent: sent.other)),
     ("collectives and messages of a token", _cell("{:.4g}".format, lambda one: one.collectives_of_a_token)),
-    ("time of a token (median)", _time(lambda one: one.token_seconds)),
-    ("  of it waiting for other ranks", _time(lambda one: one.waiting_seconds_of_a_token)),
+    ("time of a token (median)", _cell(format_time, lambda one: one.token_seconds)),
+    ("  of it waiting for other ranks", _cell(format_time, lambda one: one.waiting_seconds_of_a_token)),
     ("  last tokens against first", _cell(partial(format_share, signed=True), lambda one: one.growth)),
     ("tokens/s, all sequences", _cell("{:.4g}".format, lambda one: one.tokens_per_second)),
-    ("prompt until its first token", _time(lambda one: one.first_token_seconds)),
-    ("weights that stay on a rank", _bytes(lambda one: one.parameter_bytes)),
-    ("cache of a rank before the last tokens", _bytes(lambda one: one.cache_bytes)),
+    ("prompt until its first token", _cell(format_time, lambda one: one.first_token_seconds)),
+    ("weights that stay on a rank", _cell(format_bytes, lambda one: one.parameter_bytes)),
+    ("cache of a rank before the last tokens", _cell(format_bytes, lambda one: one.cache_bytes)),
 ]

@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_json, show
 from shardwise.records import dataclass
 from shardwise.report.tables import comparison_tables, zero_table
-
-if TYPE_CHECKING:
-    from shardwise.demo import ResumedRun, Tour
+from shardwise.runtime.installed import require
 
 
 @dataclass
@@ -34,14 +31,14 @@ class DemoOptions(CommandOptions):
 
 def run(args: DemoOptions) -> int:
     from shardwise import demo
-    from shardwise.runtime.installed import require
 
     require("the tour", "torch", "tokenizers")
     started = time.monotonic()
     out = demo.run_directory(args.out)
     # With --json nothing but the result may reach standard output: progress goes where errors go.
     tell: Callable[..., None] = (lambda *things: None) if args.json else show
-    table = zero_table(_zero_bytes(), demo.large_title(), capacity=demo.capacity())
+    zero = {stage: {gpus: held.total for gpus, held in row.items()} for stage, row in demo.zero_memory().items()}
+    table = zero_table(zero, demo.large_title(), capacity=demo.capacity())
     tell(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", table, "")
     tell(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}")
     with _bar("train", demo.STEPS) as watched:
@@ -68,7 +65,17 @@ def run(args: DemoOptions) -> int:
     failures = [*tour.failures, *further.failures]
     tell(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
     if args.json:
-        print_json(_json(tour, further, failures, page))
+        print_json(
+            {
+                "out": str(tour.result.out),
+                "page": str(page),
+                "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": zero},
+                "training": tour.result.summary,
+                "comparison": tour.comparison.to_json(),
+                "resumed": [asdict(further)],
+                "failures": failures,
+            }
+        )
     return 1 if failures else 0
 
 
@@ -96,23 +103,3 @@ def _bar(doing: str, steps: int) -> Iterator[tuple[int, Callable[[str], None]]]:
         finally:
             os.close(writing)
             thread.join()
-
-
-def _zero_bytes() -> dict[int, dict[int, int]]:
-    from shardwise import demo
-
-    return {stage: {gpus: held.total for gpus, held in row.items()} for stage, row in demo.zero_memory().items()}
-
-
-def _json(tour: Tour, further: ResumedRun, failures: list[str], page: Path) -> dict[str, Any]:
-    from shardwise import demo
-
-    return {
-        "out": str(tour.result.out),
-        "page": str(page),
-        "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": _zero_bytes()},
-        "training": tour.result.summary,
-        "comparison": tour.comparison.to_json(),
-        "resumed": [asdict(further)],
-        "failures": failures,
-    }

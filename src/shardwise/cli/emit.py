@@ -27,6 +27,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.model.hub import hub_models
+from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.records import dataclass
 from shardwise.report.units import format_bytes
 
@@ -143,10 +144,8 @@ def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> s
 
 def _served_of(args: EmitOptions, writer: EngineSpec) -> ServerSettings | None:
     """A server's numbers; None for training. Raises `UserError` for one of the three without the others."""
-    from shardwise.predict.time.profiles import engine
-
     missing = [f"--{name}" for name in SERVING if getattr(args, name) is None]
-    memory = engine(writer.profile).cache_share
+    memory = engine_of(writer.profile).cache_share
     if len(missing) == len(SERVING):
         return ServerSettings(memory=memory) if writer.serves else None
     if args.prompt is None or args.output is None or args.concurrency is None:

@@ -14,10 +14,11 @@ from shardwise.cli.output import print_json
 from shardwise.cli.prompts import read_prompts
 from shardwise.errors import UserError
 from shardwise.report.units import format_share, format_time
+from shardwise.schedule.pipeline.times import seconds_of
+from shardwise.serving.job import Ready, ServingJob
 from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
-    from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.recording import Filled
     from shardwise.serving.service import Service
 
@@ -27,7 +28,6 @@ ROUNDS = 5
 
 def run(args: Any) -> int:
     from shardwise.runtime.job.locks import temporary_folder
-    from shardwise.schedule.pipeline.times import seconds_of
     from shardwise.serving import recording
 
     seconds = seconds_of(args.emulate or "")

@@ -14,6 +14,7 @@ from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.serving import check_generation
+from shardwise.predict.memory.capacity import RESERVED_BYTES
 from shardwise.records import dataclass
 from shardwise.serving.job import ServingJob, weights_in
 
@@ -61,7 +62,6 @@ def job_of(args: ServingOptions, report: str | None = None) -> ServingJob:
 def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
     from shardwise.predict.memory import serving
-    from shardwise.predict.memory.capacity import RESERVED_BYTES
 
     served = job.setup
     if job.device == "cpu":

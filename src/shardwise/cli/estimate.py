@@ -41,8 +41,10 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.model_size import size_json, size_words
 from shardwise.model.parameters import Model, count
 from shardwise.predict.cluster_links import link_lines, links_line, with_links
+from shardwise.predict.memory.capacity import explained, try_room
+from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
 from shardwise.records import dataclass
-from shardwise.report import StepReport
+from shardwise.report import StepReport, tables
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.installed import require
@@ -215,10 +217,7 @@ def _breakdown(args: EstimateOptions, step: EstimatedStep) -> int:
 
 
 def _lines(report: StepReport, step: EstimatedStep, observed: bool, verbose: bool) -> Iterator[Renderable]:
-    from shardwise.predict.memory.capacity import explained, try_room
     from shardwise.predict.node_bytes import node_bytes
-    from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
-    from shardwise.report import tables
 
     model, layout, workload, cluster = step.subject
     yield step.title
@@ -248,7 +247,6 @@ def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
         raise UserError("a table of ZeRO stages is for either MODEL or --params: give one")
 
     from shardwise.predict.memory.states import largest_model, training_states, zero_sent
-    from shardwise.report import tables
 
     params = args.params if args.params is not None else float(count(model_of(args)))
     table = predict.zero_table(params, gpus)

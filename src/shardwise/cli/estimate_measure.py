@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from shardwise import predict
 from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import progress
 from shardwise.cluster import Cluster
@@ -50,11 +51,10 @@ def measured_report(
     require("--measure", "torch")
     from shardwise.cli.calibrate_device import cpu_name
     from shardwise.emulate.measured_step import REPEATS, ShareSettings, measure_step
-    from shardwise.predict import estimate
 
     device = _device(args.device or "auto", cluster)
     backend = _backend(args.transport or "auto", cluster)
-    report = estimate(model, layout, workload, cluster, backend=backend)
+    report = predict.estimate(model, layout, workload, cluster, backend=backend)
     settings = ShareSettings(device, backend, cpu_name() if device == "cpu" else "", repeats=args.repeats or REPEATS)
     progress(f"running shares of {model.name} under {layout}")
     try:

@@ -26,11 +26,13 @@ from shardwise.codec import keyed
 from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
+from shardwise.runtime.job.launch import RunFailed
+from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import say
+from shardwise.serving.job import Ready, ServingJob
 from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
-    from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.service import Service
     from shardwise.serving.text import Stream
 
@@ -151,8 +153,6 @@ def _generate(
 
     Raises `RunFailed` when a rank dies.
     """
-    from shardwise.runtime.job.launch import RunFailed
-
     sampling = replace(sampling, stop_tokens=stops)
     events: SimpleQueue[Token | Finished] = SimpleQueue()
     started = time.monotonic()
@@ -212,7 +212,6 @@ def _report_folder(out: Path | None) -> Iterator[str | None]:
         yield None
         return
     from shardwise.api import check_unused
-    from shardwise.runtime.job.locks import temporary_folder
 
     check_unused(out)
     with os_errors(f"make {out}", "; choose another --report"):

@@ -11,23 +11,21 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.clusters import check_name, write_cluster
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.lab.job import LabResult, run_command
+from shardwise.lab.link import LabLink, lab_cluster
+from shardwise.lab.network import MOST_HOSTS, LabNetwork, lab_network
 from shardwise.records import dataclass
 from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.signals import handled
-
-if TYPE_CHECKING:
-    from shardwise.lab.job import LabResult
-    from shardwise.lab.link import LabLink
-    from shardwise.lab.network import LabNetwork
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,9 +48,6 @@ class LabOptions(CommandOptions):
 
 
 def run(args: LabOptions) -> int:
-    from shardwise.lab.job import run_command
-    from shardwise.lab.network import lab_network
-
     command = list(args.command[args.command[:1] == ("--",) :])
     links = links_of(args.nodes, args.link or ("1Gb/s",))
     if not command and args.out is None:
@@ -70,9 +65,6 @@ def run(args: LabOptions) -> int:
 
 def links_of(nodes: int, texts: Sequence[str]) -> list[LabLink]:
     """The links of so many hosts. Raises `UserError`."""
-    from shardwise.lab.link import LabLink
-    from shardwise.lab.network import MOST_HOSTS
-
     if not 2 <= nodes <= MOST_HOSTS:
         raise UserError(f"--nodes {nodes}: give 2 to {MOST_HOSTS} hosts")
     if len(texts) not in (1, nodes):
@@ -83,8 +75,6 @@ def links_of(nodes: int, texts: Sequence[str]) -> list[LabLink]:
 
 def _cluster_file(args: LabOptions, links: list[LabLink], folder: Path) -> Path | None:
     """The file that describes the hosts as a cluster; None where this machine has not been measured."""
-    from shardwise.lab.link import lab_cluster
-
     check_name(args.out)
     if args.cluster is None:
         if args.out is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+from shardwise import predict
 from shardwise.cli import train
 from shardwise.cli.clusters import HostOptions, cluster_of
 from shardwise.cli.commands import COMMANDS
@@ -27,6 +28,7 @@ from shardwise.interop.writing.request import nodes_for
 from shardwise.lab.job import is_shardwise
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
+from shardwise.predict.memory.capacity import capacity_of
 from shardwise.records import dataclass
 from shardwise.report.units import format_bytes
 
@@ -144,16 +146,13 @@ def _training(words: list[str]) -> train.TrainOptions:
 
 def _checked(training: train.TrainOptions, cluster: Cluster) -> tuple[ModelConfig, Layout]:
     """The training's model and layout. Raises `UserError` for what does not run, or does not fit."""
-    from shardwise.predict import estimate
-    from shardwise.predict.memory.capacity import capacity_of
-
     model, layout = model_of(training), Layout.parse(training.layout)
     if training.vocab is not None:
         model = model.replace(vocab=training.vocab)
     workload = Workload(**given(training, Workload))
     check_runnable(layout, model, workload)
     room = capacity_of(cluster)
-    peak = max(role.peak_bytes for role in estimate(model, layout, workload, cluster).roles)
+    peak = max(role.peak_bytes for role in predict.estimate(model, layout, workload, cluster).roles)
     if room is not None and peak > room:
         named = training.model if isinstance(training.model, str) else model.name
         raise UserError(

@@ -1,6 +1,5 @@
 """Everything that has a name: models, devices, links, engines, schedules, algorithms of collectives, layout keys."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cli.declare import CommandOptions, Run, arg, summary_of, word
@@ -17,7 +16,6 @@ from shardwise.model.families import family_of
 from shardwise.model.hub import hub_models
 from shardwise.records import dataclass
 from shardwise.report.table import Column, FittedTable
-from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_time
 
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
@@ -167,13 +165,6 @@ def _schedules(args: CommandOptions) -> int:
         {name: getattr(g, name) for name in fields} | {"bubble": FORMS[g.name].text, "holds": FORMS[g.name].note}
         for g in generators()
     ]
-    return print_result(args, data, _schedule_lines())
-
-
-def _schedule_lines() -> Iterator[Renderable]:
-    from shardwise.schedule.pipeline import generators
-    from shardwise.schedule.pipeline.closed_forms import FORMS
-
     table = FittedTable(
         [
             Column("schedule", left=True), Column("V", left=True, drop=1), Column("options", left=True, drop=3),
@@ -184,22 +175,17 @@ def _schedule_lines() -> Iterator[Renderable]:
     for g in generators():
         virtual = "1" if g.virtual == 1 else "2" if g.shape == "vee" else "2 or more"
         table.add_row(g.name, virtual, ", ".join(g.options), FORMS[g.name].text, g.summary, g.source)
-    yield from (table, "\nwhere the bubbles of the table hold, while messages take no time:")
-    yield from (f"{g.name}: {FORMS[g.name].note}" for g in generators() if FORMS[g.name].note)
+    notes = (f"{g.name}: {FORMS[g.name].note}" for g in generators() if FORMS[g.name].note)
+    where = "\nwhere the bubbles of the table hold, while messages take no time:"
+    return print_result(args, data, [table, where, *notes])
 
 
 def _algorithms(args: CommandOptions) -> int:
     from shardwise.schedule import algorithms
+    from shardwise.schedule.comm import COLLECTIVES
 
     fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
     data = [{name: getattr(algorithm, name) for name in fields} for algorithm in algorithms()]
-    return print_result(args, data, _algorithm_lines())
-
-
-def _algorithm_lines() -> Iterator[Renderable]:
-    from shardwise.schedule import algorithms
-    from shardwise.schedule.comm import COLLECTIVES
-
     table = FittedTable(
         [
             Column("algorithm", left=True), Column("made for", left=True, drop=2),
@@ -211,7 +197,7 @@ def _algorithm_lines() -> Iterator[Renderable]:
         table.add_row(collective, "", "", meaning, "")
         for a in algorithms(collective):
             table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
-    yield table
+    return print_result(args, data, [table])
 
 
 def _listing(summary: str, run: Run) -> type[CommandOptions]:

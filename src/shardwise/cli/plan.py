@@ -40,17 +40,20 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model.blueprint_file import configuration
 from shardwise.model.parameters import Model
+from shardwise.planner.tables import answer_lines, campaign_lines
 from shardwise.predict.cluster_links import link_lines, with_links
+from shardwise.predict.fixing import fixed_of
+from shardwise.predict.memory.capacity import room_of
+from shardwise.predict.memory.engine_settings import EngineSettings
 from shardwise.records import dataclass
+from shardwise.report.terminal import Renderable
 from shardwise.report.time_parts import GROUPS, grouped
 
 if TYPE_CHECKING:
     from shardwise.planner.goals import Power, Run, Size, SmallestCandidate
     from shardwise.planner.plan import Plan
     from shardwise.planner.space import Space
-    from shardwise.predict.memory.engine_settings import EngineSettings
     from shardwise.predict.time.link_use import LinkUse
-    from shardwise.report.terminal import Renderable
 
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
@@ -213,10 +216,9 @@ def _serve(args: PlanOptions) -> int:
 
 
 def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]) -> int:
-    fixed = fixed_keys(args)  # before numpy is loaded: a typo is answered fast
+    fixed = fixed_of(args.fix or "")  # before numpy is loaded: a typo is answered fast
 
     from shardwise.planner import plan
-    from shardwise.planner.tables import campaign_lines
 
     chosen: dict[str, Any] = {
         "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price, "assumed": assumed,
@@ -272,15 +274,7 @@ def _links(best: Plan) -> tuple[LinkUse, ...]:
 
 def settings_of(args: PlanOptions) -> EngineSettings:
     """Settings of the engine beside its layouts."""
-    from shardwise.predict.memory.engine_settings import EngineSettings
-
     return EngineSettings(args.precision or "", layers=args.recompute_layers or 0)
-
-
-def fixed_keys(args: PlanOptions) -> dict[str, Any]:
-    from shardwise.predict.fixing import fixed_of
-
-    return fixed_of(args.fix or "")
 
 
 def _campaign(args: PlanOptions, outcome: Plan) -> dict[str, Any]:
@@ -322,10 +316,10 @@ def _told(run: Run) -> dict[str, Any]:
 
 def _find(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]) -> int:
     from shardwise.planner.runnable import space_for
-    from shardwise.planner.tables import answer_lines
-    from shardwise.predict.memory.capacity import room_of
 
-    space, _ = space_for(model, cluster, workload, profile_for(args, model), fixed_keys(args), settings_of(args))
+    space, _ = space_for(
+        model, cluster, workload, profile_for(args, model), fixed_of(args.fix or ""), settings_of(args)
+    )
     room = room_of(cluster, space.engine.name, bool(model.experts), args.reserve)
     try:
         answer = _answer(args, space, room.safe)

@@ -8,18 +8,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise import interop
 from shardwise.cli.models import config_of_trace
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import defaults
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, hub_name
 from shardwise.model.parameters import Model
+from shardwise.predict.memory.capacity import room_of
+from shardwise.predict.time.profiles import ENGINES
+from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.report.terminal import Verbatim
 from shardwise.report.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
     from shardwise.interop import EngineFile, EngineSpec, WriteRequest
     from shardwise.planner.disaggregated import Disaggregated
 
@@ -52,12 +56,10 @@ def profile_of(args: Any) -> str | None:
     None for the usual one."""
     if args.engine is None and not args.emit:
         return None
-    from shardwise.interop.writing.writer import WRITERS
-    from shardwise.predict.time.profiles import ENGINES
-
     if args.engine is None:
-        return WRITERS[args.emit or ""].profile
-    return WRITERS[args.engine].profile if args.engine in WRITERS and args.engine not in ENGINES else str(args.engine)
+        return interop.WRITERS[args.emit or ""].profile
+    written = args.engine in interop.WRITERS and args.engine not in ENGINES
+    return interop.WRITERS[args.engine].profile if written else str(args.engine)
 
 
 def profile_for(args: Any, model: Model) -> str | None:
@@ -66,11 +68,8 @@ def profile_for(args: Any, model: Model) -> str | None:
     name = profile_of(args)
     if not name or not model.experts:
         return name
-    from shardwise.interop.writing.writer import WRITERS
-    from shardwise.predict.time.profiles import engine
-
-    written = {WRITERS[one].profile for one in (args.emit, args.engine) if one in WRITERS}
-    return "unknown" if args.emit and name in written and not engine(name).features.experts else name
+    written = {interop.WRITERS[one].profile for one in (args.emit, args.engine) if one in interop.WRITERS}
+    return "unknown" if args.emit and name in written and not engine_of(name).features.experts else name
 
 
 def written_model(args: Any, model: Model) -> Model:
@@ -88,7 +87,6 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
     from shardwise.interop.writing.writer import forced_layout, writer_for
     from shardwise.interop.writing.writer import refusals as inexpressible
     from shardwise.planner.exact import ExactMemory
-    from shardwise.predict.memory.capacity import room_of
 
     writer, model = writer_for(args.emit), written_model(args, model)
     why_not_expressed = inexpressible(writer, model)
@@ -123,12 +121,10 @@ def source_of(model: str | ModelConfig) -> str:
 def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:
     """The file of the first request that the engine expresses and, if it serves, has memory for; and why it does not
     write the very first, "" where it does. Raises `UserError` with that reason where none is written."""
-    from shardwise.interop import write
-
     reason = ""
     for request in requests:
         try:
-            return write(engine, _within_cache(engine, request)), reason
+            return interop.write(engine, _within_cache(engine, request)), reason
         except UserError as error:
             reason = reason or str(error)
     raise UserError(f"none of the {len(requests)} best layouts can be written (more with --top): {reason}")
@@ -138,13 +134,12 @@ def _within_cache(engine: str, request: WriteRequest) -> WriteRequest:
     """A server with as many sequences as the engine has a cache for, all of the greatest length, which is fewer where
     another engine's memory was planned. Raises `UserError` where not one fits."""
     from shardwise.cli.show.explain_table import serving
-    from shardwise.interop import WRITERS, Reading
 
-    title, served = WRITERS[engine].title, request.served
+    title, served = interop.WRITERS[engine].title, request.served
     if served is None:
         return request
     assert served.sequences and served.length and isinstance(request.model, ModelConfig)
-    tokens = serving(Reading(title, request.layout, served=served), request.model, request.cluster).tokens
+    tokens = serving(interop.Reading(title, request.layout, served=served), request.model, request.cluster).tokens
     most = served.sequences if tokens is None else tokens // served.length
     if most >= served.sequences:
         return request

@@ -18,6 +18,7 @@ from shardwise.layout.usual_workload import odd_part
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, priced
 from shardwise.predict.cluster_links import link_lines, with_links
+from shardwise.predict.fixing import fixed_of
 from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
@@ -58,13 +59,12 @@ def _row(args: Any, cluster: Cluster) -> dict[str, Any]:
 
 
 def _trained(args: Any, cluster: Cluster) -> dict[str, Any]:
-    from shardwise.cli.plan import fixed_keys
     from shardwise.planner import plan
 
     model = subject_of(args)
     workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     best = plan(
-        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fix=fixed_keys(args),
+        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fix=fixed_of(args.fix or ""),
         reserve=args.reserve, explain=False,
     )  # fmt: skip
     one = best.winner

@@ -24,12 +24,12 @@ from shardwise.codec import keyed
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
-from shardwise.serving.job import tokenizer_of, weights_in
+from shardwise.runtime.job.output import say
+from shardwise.serving.job import Ready, ServingJob, tokenizer_of, weights_in
 
 if TYPE_CHECKING:
     from shardwise.predict.memory.serving import MemoryFit
     from shardwise.serving.http.chat import Chat
-    from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.text import Text
 
 KEY = "SHARDWISE_API_KEY"
@@ -50,7 +50,6 @@ class ServeOptions(ServingOptions, ConfigOptions):
 def run(args: ServeOptions) -> int:
     require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
     from shardwise.runtime.job import rank
-    from shardwise.runtime.job.output import say
     from shardwise.serving.http.app import application
     from shardwise.serving.http.generation import Front
     from shardwise.serving.http.server import bind, is_public, url_of

@@ -6,16 +6,16 @@ LAYOUT is a layout such as dp=4,sync=ssp,staleness=2. What a run has recorded: d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result
 from shardwise.layout import Layout
 from shardwise.records import dataclass
 from shardwise.report.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from shardwise.schedule.update_record import UpdateRecord
+from shardwise.schedule.pipeline.times import seconds_of
+from shardwise.schedule.stragglers import Stragglers
+from shardwise.schedule.update_record import UpdateRecord
 
 
 @dataclass
@@ -55,8 +55,6 @@ class SimulateUpdates(CommandOptions):
         """Print the record of a layout's workers in virtual time."""
         from shardwise.cli.show.sync_table import sync_tables
         from shardwise.layout.virtual_run import virtual_run
-        from shardwise.schedule.pipeline.times import seconds_of
-        from shardwise.schedule.stragglers import Stragglers
 
         layout = Layout.parse(self.layout)
         stragglers = Stragglers.parse(self.slow, self.seed)

@@ -24,6 +24,7 @@ from shardwise.cli.quantities import numbers
 from shardwise.cli.verify import SUGGEST, SplitOptions, names_code, plan_of
 from shardwise.codec import keyed
 from shardwise.layout.keys import APART
+from shardwise.layout.usual_workload import usual_workload
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.catalog import resolve
@@ -92,7 +93,6 @@ def _of_file(args: TraceOptions, suggested: dict[str, Any]) -> tuple[dict[str, A
 
 def _of_configuration(args: TraceOptions, cuts: Sequence[str]) -> tuple[dict[str, Any], TraceSource]:
     """The arguments of `trace` for a model by its class of transformers."""
-    from shardwise.layout.usual_workload import usual_workload
     from shardwise.runtime.module.class_model import ClassModel
     from shardwise.runtime.module.class_run import check_head
     from shardwise.runtime.module.losses import TokenRows, token_loss

@@ -19,6 +19,7 @@ from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.table import FittedTable, plain_table
 from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_things
 from shardwise.validation import scoreboard
 
 
@@ -74,14 +75,14 @@ def _memory(args: ValidateOptions, ranked: list[scoreboard.MemoryScore]) -> int:
     for score in ranked:
         for one in score.rows if args.rows else ():
             lines.append(one.describe())
-        lines += [f"{score.source}: {_rows(count)} skipped: {why}" for why, count in score.skipped.items()]
+        lines += _skipped_lines([score])
     lines.append("held out: rows that predict/memory/engines.toml was not read from")
-    return print_result(args, [_memory_json(score) for score in ranked], lines)
-
-
-def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:
-    rows = [{"row": dict(one.row)} | keyed(one, "bytes=nbytes measured error read") for one in score.rows]
-    return keyed(score, "source mean_abs_error held_out_error bias skipped") | {"rows": rows}
+    data = [
+        keyed(score, "source mean_abs_error held_out_error bias skipped")
+        | {"rows": [{"row": dict(one.row)} | keyed(one, "bytes=nbytes measured error read") for one in score.rows]}
+        for score in ranked
+    ]
+    return print_result(args, data, lines)
 
 
 def _experts(args: ValidateOptions, predictions: list[scoreboard.Prediction]) -> int:
@@ -130,10 +131,6 @@ def _blocks(args: ValidateOptions, file: Path) -> int:
     return print_result(args, scores, [table])
 
 
-def _rows(count: int) -> str:
-    return f"{count} row{'s' if count > 1 else ''}"
-
-
 def _row(one: scoreboard.Prediction) -> dict[str, Any]:
     reason = scoreboard.reason(one) if abs(one.error) > scoreboard.MISS else None
     keys = "seconds low=range.low high=range.high measured_seconds=measured error inside assumed=case.assumed"
@@ -160,21 +157,23 @@ def _memory_lines(rows: list[Any]) -> Iterator[str]:
                 f"bias {100 * score.bias:+.1f}%"
             )
         for why, count in score.skipped.items():
-            yield f"{score.source}: memory of {_rows(count)} skipped: {why}"
+            yield f"{score.source}: memory of {format_things(count, 'row')} skipped: {why}"
 
 
 def _assumed_lines(predictions: list[scoreboard.Prediction]) -> Iterator[str]:
     """The settings that rows leave out, with the values assumed for them."""
     counts = Counter((one.case.source, words) for one in predictions for words in one.case.assumed)
     for (source, words), count in counts.items():
-        yield f"{source}: assumed for {_rows(count)}: {words}"
+        yield f"{source}: assumed for {format_things(count, 'row')}: {words}"
 
 
-def _skipped_lines(ranked: Sequence[scoreboard.Score | scoreboard.LeftOutScore]) -> Iterator[str]:
+def _skipped_lines(
+    ranked: Sequence[scoreboard.Score | scoreboard.LeftOutScore | scoreboard.MemoryScore],
+) -> Iterator[str]:
     """How many rows of each source are not scored, by reason."""
     for score in ranked:
         for why, count in score.skipped.items():
-            yield f"{score.source}: {_rows(count)} skipped: {why}"
+            yield f"{score.source}: {format_things(count, 'row')} skipped: {why}"
 
 
 def _row_lines(predictions: list[scoreboard.Prediction], every: bool) -> Iterator[str]:

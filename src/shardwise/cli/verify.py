@@ -21,6 +21,7 @@ from shardwise.cli.models import OfflineOptions, config_of_trace
 from shardwise.cli.output import print_result
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.modules import check_module_layout
 from shardwise.model.catalog import resolve
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
@@ -90,7 +91,6 @@ def _of_file(args: VerifyOptions) -> dict[str, Any]:
 
 def _of_configuration(args: VerifyOptions) -> dict[str, Any]:
     """The arguments of `verify` for a model by its class of transformers."""
-    from shardwise.layout.modules import check_module_layout
     from shardwise.runtime.module.class_model import ClassModel
 
     if args.example is not None:

@@ -6,6 +6,8 @@ from shardwise.cli.declare import CommandOptions, arg, borrow, given
 from shardwise.layout import Workload
 from shardwise.layout.usual_workload import usual_workload
 from shardwise.model.parameters import Model
+from shardwise.predict.memory.engine_rows import engine_memory
+from shardwise.predict.memory.engine_settings import EngineSettings
 from shardwise.records import dataclass
 
 
@@ -30,8 +32,6 @@ def engine_of(args: EngineOptions) -> dict[str, Any]:
     """The arguments of `predict.estimate` for `EngineOptions`, where they were given. Raises `UserError`."""
     if all(value is None for value in (args.engine, args.precision, args.recompute_modules, args.recompute_layers)):
         return {}
-    from shardwise.predict.memory.engine_rows import engine_memory
-    from shardwise.predict.memory.engine_settings import EngineSettings
     from shardwise.predict.time.profiles import engine
 
     if args.engine is not None and engine_memory(args.engine) is None:

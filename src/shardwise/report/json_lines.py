@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from shardwise.errors import UserError, os_errors
 from shardwise.report.strict_json import strict
+from shardwise.small_files import json_object
 
 
 class JsonLines:
@@ -65,12 +66,3 @@ class JsonLines:
         if whole < len(content):
             file.truncate(whole)
         return file
-
-
-def json_object(text: bytes) -> dict[str, Any] | None:
-    """The object that a JSON text holds; None where it holds none."""
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return None
-    return data if isinstance(data, dict) else None

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardwise.errors import UserError, near_path, os_errors
-from shardwise.report.json_lines import JsonLines, json_object
+from shardwise.report.json_lines import JsonLines
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.strict_json import strict
+from shardwise.small_files import json_object, json_object_in
 
 ERRORS = "errors"
 """Folder of a run in which ranks that failed leave their tracebacks."""
@@ -123,10 +124,7 @@ class RunDirectory:
     @property
     def result(self) -> dict[str, Any]:
         """Result of an ended run (result.json); empty for any other."""
-        try:
-            return json_object((self.path / "result.json").read_bytes()) or {}
-        except OSError:
-            return {}
+        return json_object_in(self.path / "result.json")
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append one event, as `JsonLines.append`. Raises `UserError` if it cannot."""

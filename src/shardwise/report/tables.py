@@ -17,7 +17,7 @@ from shardwise.report.room import DeviceRoom
 from shardwise.report.step_report import HOMES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.table import Column, FittedTable, headed
 from shardwise.report.timing_table import step_lines
-from shardwise.report.units import format_bytes, format_ranks, format_role, format_share, format_time
+from shardwise.report.units import format_bytes, format_ranks, format_role, format_share, format_things, format_time
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -251,7 +251,7 @@ def zero_table(
     """
     limit = f", ✓ fits in {format_bytes(capacity)}" if capacity is not None else ""
     gpus = sorted({count for row in cells.values() for count in row})
-    counts = [f"{count} GPU{'s' * (count != 1)}" for count in gpus]
+    counts = [format_things(count, "GPU") for count in gpus]
     title = f"{title} (GB = 1e9 bytes{limit})"
     table = headed(["ZeRO stage"], [*counts, *(["communication"] if sent else [])], title, unit="bytes")
     for stage, row in cells.items():

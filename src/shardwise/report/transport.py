@@ -1,16 +1,12 @@
 """Realization of a step's collectives, summed for each kind: calls, bytes sent, steps, time, waiting."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardwise.errors import UserError
 from shardwise.report.grouping import group_units
 from shardwise.report.step_report import LedgerRow, Role, TransportRow
 
 
-@dataclass(frozen=True)
-class TransportLine:
+class TransportLine(NamedTuple):
     """All calls of one kind of collective on one rank in one step. None where the transport did not tell."""
 
     phase: str
@@ -34,22 +30,13 @@ class TransportLine:
 
 
 def transport_lines(role: Role) -> tuple[TransportLine, ...]:
-    """The transport table of a role with identical blocks joined, in ledger order.
-
-    Raises `UserError` when a transport row names a ledger row that does not exist.
-    """
-    return tuple(_lines(role))
-
-
-def _lines(role: Role) -> Iterator[TransportLine]:
-    for row in role.transport:
-        if not 0 <= row.row < len(role.ledger):
-            raise UserError(f"damaged StepReport: transport of role {role.role!r} names ledger row {row.row}")
+    """The transport table of a role with identical blocks joined, in ledger order."""
+    lines = []
     pairs = [(role.ledger[row.row], row) for row in sorted(role.transport, key=lambda row: row.row)]
     for group in group_units(pairs, lambda pair: pair[0].unit, _alike):
         ledger, rows = [pair[0] for pair in group.rows], [pair[1] for pair in group.rows]
         first = ledger[0]
-        yield TransportLine(
+        line = TransportLine(
             phase=first.phase,
             op=first.op,
             axes=first.axes,
@@ -62,6 +49,8 @@ def _lines(role: Role) -> Iterator[TransportLine]:
             time_s=_sum([row.time_s for row in rows]),
             wait_s=_sum([row.wait_s for row in rows]),
         )
+        lines.append(line)
+    return tuple(lines)
 
 
 def _alike(pair: tuple[LedgerRow, TransportRow]) -> tuple[object, ...]:

@@ -58,6 +58,11 @@ def format_share(fraction: float, signed: bool = False) -> str:
     return f"{sign}{_digits(size) if size < 999.5 else format(size, ',.0f')}%"
 
 
+def format_things(n: int, what: str) -> str:
+    """1 rank, 2 ranks; 1 micro-batch, 2 micro-batches."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('ch') else 's'}"
+
+
 def format_spans(numbers: tuple[int, ...]) -> str:
     """Ascending integers, runs joined: (1, 2, 3, 5) is "1-3,5"."""
     spans: list[list[int]] = []

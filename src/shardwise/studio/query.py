@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from shardwise.errors import UserError, did_you_mean
 
 Value = str | int | float | bool
+V = TypeVar("V", bound=Value)
 
 
 class Query:
@@ -19,7 +21,7 @@ class Query:
         return bool(self._given.get(name, "").strip())
 
     def text(self, name: str, default: str) -> str:
-        return str(self._keep(name, self._given.get(name, "").strip() or default))
+        return self._keep(name, self._given.get(name, "").strip() or default)
 
     def word(self, name: str, default: str, choices: Collection[str]) -> str:
         """One of the choices. Raises `UserError` with the nearest one."""
@@ -37,8 +39,7 @@ class Query:
             raise UserError(f"{name}={text}: give a whole number from {least} to {most}") from None
         if not least <= value <= most:
             raise UserError(f"{name}={value}: give a whole number from {least} to {most}")
-        self._keep(name, value)
-        return value
+        return self._keep(name, value)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         """A number from `least` to `most`. Raises `UserError`."""
@@ -49,8 +50,7 @@ class Query:
             value = math.nan
         if not least <= value <= most:
             raise UserError(f"{name}={text}: give a number from {least:g} to {most:g}")
-        self._keep(name, value)
-        return value
+        return self._keep(name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """1 or 0, true or false. Raises `UserError`."""
@@ -58,8 +58,7 @@ class Query:
         if text not in ("", "0", "1", "true", "false"):
             raise UserError(f"{name}={text}: give 1 or 0")
         value = text in ("1", "true") if text else default
-        self._keep(name, value)
-        return value
+        return self._keep(name, value)
 
     def done(self) -> None:
         """Raises `UserError` for a parameter that nothing asked for."""
@@ -67,6 +66,6 @@ class Query:
         if unknown:
             raise UserError(f"this view has no {unknown[0]!r}; {did_you_mean(unknown[0], self.state, 'there are')}")
 
-    def _keep(self, name: str, value: Value) -> Value:
+    def _keep(self, name: str, value: V) -> V:
         self.state[name] = value
         return value

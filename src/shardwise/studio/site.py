@@ -1,10 +1,8 @@
 """The static site: the studio's page, and files of answers that its controls look up; needs no server."""
 
-import argparse
 import base64
 import json
 import os
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -14,7 +12,6 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import UserError, os_errors
 from shardwise.report.files import write_whole
-from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import View, encode, exact
 from shardwise.studio.data.registry import VIEWS, answer, parts
 from shardwise.studio.page import on_disk, parse_view
@@ -133,24 +130,3 @@ def _indexed(preset: Preset, first: Preset) -> dict[str, Any]:
     usual = first.first.state if preset is not first else {}
     state = {name: value for name, value in preset.first.state.items() if usual.get(name) != value}
     return {"asked": list(preset.given), "state": state}
-
-
-def main() -> None:
-    """Write the site into the folder that the command line names, and print its states, bytes and seconds."""
-    parser, began = (
-        argparse.ArgumentParser(prog="python -m shardwise.studio.site", description=__doc__),
-        time.monotonic(),
-    )
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    try:
-        written = write_site(folder)
-    except UserError as error:
-        parser.error(str(error))
-    files = [path.stat().st_size for path in (folder / "index.html", *(folder / "answers").iterdir())]
-    count, seconds = sum(map(len, written.values())), time.monotonic() - began
-    print(f"{folder / 'index.html'}: {count} presets, {format_bytes(sum(files))}, {format_time(seconds)}")
-
-
-if __name__ == "__main__":
-    main()

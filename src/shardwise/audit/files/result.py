@@ -18,7 +18,7 @@ from shardwise.report.step_parts import LateArrivals, late_ranks, waits
 from shardwise.report.step_report import StepReport
 from shardwise.report.table import Column, FittedTable, headed
 from shardwise.report.terminal import Renderable
-from shardwise.report.units import format_bytes, format_ranks, format_time
+from shardwise.report.units import format_bytes, format_ranks, format_things, format_time
 
 SHOWN = 8
 """Rows of a table that may have one for each rank or collective."""
@@ -119,9 +119,7 @@ class FilesAudit(Json):
         ranks = tuple(sorted({one.rank for one in self.waterfalls}))
         steps = len({one.step for one in self.waterfalls})
         mean = "mean of " if len(self.waterfalls) > 1 else ""
-        table.add_row(
-            "in all", *plan, step, 1.0, f"{mean}{steps} step{'s' if steps > 1 else ''}, {format_ranks(ranks)}"
-        )
+        table.add_row("in all", *plan, step, 1.0, f"{mean}{format_things(steps, 'step')}, {format_ranks(ranks)}")
         return table
 
 

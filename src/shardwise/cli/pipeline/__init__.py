@@ -22,12 +22,14 @@ from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.trace import write_trace
-from shardwise.report.units import format_share, format_time
+from shardwise.report.units import format_share, format_things, format_time
+from shardwise.schedule import pipeline
+from shardwise.schedule.pipeline.memory import MicroBatchMemory, Peak, peaks
+from shardwise.schedule.pipeline.verify import verify
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import PipelineSchedule, ScheduleGenerator
     from shardwise.schedule.pipeline.closed_forms import LeastMicroBatches
-    from shardwise.schedule.pipeline.memory import Peak
     from shardwise.schedule.pipeline.simulate import Simulated
 
 FIELDS = ("name", "micro", "ranks", "stages", "placement", "train", "gather", "reduce", "tied", "ring", "options")
@@ -43,7 +45,6 @@ class ShowSchedule(ScheduleOptions):
 
     def run(self) -> int:
         from shardwise.schedule.pipeline.show import grid, to_csv, to_text
-        from shardwise.schedule.pipeline.verify import verify
 
         schedule = arguments.schedule_of(self)
         if self.compute_only and (not self.out or self.out.suffix != ".csv"):
@@ -92,8 +93,6 @@ class VerifySchedule(VariantOptions):
 
 def _to_verify(args: VerifySchedule) -> Iterator[tuple[str, Iterator[tuple[str, PipelineSchedule]]]]:
     """(name, its schedules with their numbers in words)."""
-    from shardwise.schedule.pipeline import find, generators
-
     if (args.schedule is not None) + args.all + (args.file is not None) != 1:
         raise UserError("verify needs one of SCHEDULE, --all and --file")
     if args.file:
@@ -101,15 +100,13 @@ def _to_verify(args: VerifySchedule) -> Iterator[tuple[str, Iterator[tuple[str, 
         yield str(args.file), iter([(f"{schedule.ranks} ranks", schedule)])
         return
     values = [numbers(f"--{name}", getattr(args, name)) for name in ("ranks", "micro", "virtual")]
-    for known in generators() if args.all else [find(args.schedule or "")]:
+    for known in pipeline.generators() if args.all else [pipeline.find(args.schedule or "")]:
         yield known.name, _legal(known, values, args)
 
 
 def _legal(
     known: ScheduleGenerator, numbers: list[list[int]], args: VerifySchedule
 ) -> Iterator[tuple[str, PipelineSchedule]]:
-    from shardwise.schedule.pipeline import build
-
     ranks, micro, virtual = numbers
     cases = [(p, m, v) for p in ranks for v in virtual for m in micro]
     legal = [case for case in cases if not known.objection(*case)]
@@ -119,14 +116,12 @@ def _legal(
     for p, m, v in legal:
         arguments.sized(p, m, v)
     for p, m, v in legal:
-        schedule = build(known.name, p, m, v, zero=args.zero, tied=args.tied, early=args.early)
+        schedule = pipeline.build(known.name, p, m, v, zero=args.zero, tied=args.tied, early=args.early)
         yield f"p={p}, m={m}, v={v}", schedule
 
 
 def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> dict[str, Any]:
     """The findings of one generator's schedules; on a terminal, with a line that says how far it is."""
-    from shardwise.schedule.pipeline.verify import verify
-
     findings, checked = [], 0
     for case, schedule in schedules:
         progress(f"{name}: {case}")
@@ -143,7 +138,7 @@ def _print_verified(result: dict[str, Any]) -> None:
     name, checked = result["schedule"], result["checked"]
     if not result["findings"]:
         print(
-            f"✓ {name}: right, {arguments.count(checked, 'case')}" if checked else f"- {name}: no case is legal",
+            f"✓ {name}: right, {format_things(checked, 'case')}" if checked else f"- {name}: no case is legal",
             flush=True,
         )
     for finding in result["findings"]:
@@ -158,7 +153,6 @@ class SimulateSchedule(StageOptions, TimeOptions, ScheduleOptions):
     trace: Path | None = arg("write them for ui.perfetto.dev", "FILE")
 
     def run(self) -> int:
-        from shardwise.schedule.pipeline.memory import MicroBatchMemory, peaks
         from shardwise.schedule.pipeline.simulate import simulate
         from shardwise.schedule.pipeline.timeline import report
 
@@ -236,21 +230,21 @@ def _answer(least: LeastMicroBatches) -> str:
     if least.micro is None:
         return f"is not reached with up to {least.most:,} micro-batches"
     if least.tried >= least.micro:
-        return f"takes at least {arguments.count(least.micro, 'micro-batch')}"
+        return f"takes at least {format_things(least.micro, 'micro-batch')}"
     return (
-        f"is reached with {arguments.count(least.micro, 'micro-batch')}; of fewer, not all above {least.tried} were "
+        f"is reached with {format_things(least.micro, 'micro-batch')}; of fewer, not all above {least.tried} were "
         "tried: bubbles go up and down"
     )
 
 
 def _compared(args: PlotBubbles) -> list[tuple[ScheduleGenerator, int]]:
     """The schedules to compare, each with its chunks a rank."""
-    from shardwise.schedule.pipeline import find, generators
-
     arguments.sized(args.ranks, max(numbers("--micro", args.micro)), 1 if args.virtual is None else args.virtual)
-    named = [find(name) for name in args.schedules]
+    named = [pipeline.find(name) for name in args.schedules]
     p = args.ranks
-    others = [g for g in generators() if g.train and g.name != "naive" and not g.objection(p, 4 * p, g.virtual)]
+    others = [
+        g for g in pipeline.generators() if g.train and g.name != "naive" and not g.objection(p, 4 * p, g.virtual)
+    ]
     results = []
     for g in named or others:
         virtual = args.virtual if args.virtual is not None else g.virtual
@@ -266,7 +260,7 @@ def _compared(args: PlotBubbles) -> list[tuple[ScheduleGenerator, int]]:
 def _print_bubbles(ranks: int, micro: list[int], rows: list[dict[str, Any]], wanted: float | None) -> None:
     from shardwise.schedule.pipeline.show import plot
 
-    print(f"bubble on {arguments.count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
+    print(f"bubble on {format_things(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
     table = plain_table([""], map(str, shown))
     for entry in rows:

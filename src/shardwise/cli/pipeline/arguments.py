@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg, leave_out, word
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
 from shardwise.records import dataclass
-
-if TYPE_CHECKING:
-    from shardwise.schedule.pipeline import PipelineSchedule
-    from shardwise.schedule.pipeline.times import Times
+from shardwise.report.units import format_things
+from shardwise.schedule import pipeline
+from shardwise.schedule.pipeline.plan import MOST_PASSES, PipelineSchedule, StageLayers
+from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
+from shardwise.schedule.pipeline.verify import verify
 
 IN_FILE = "is in the schedule of --file: leave it out"
 
@@ -81,31 +82,27 @@ class StageOptions(CommandOptions):
 
 def schedule_of(args: ScheduleOptions) -> PipelineSchedule:
     """The schedule of --file, or of a name and numbers. Raises `UserError` where these are missing or not legal."""
-    from shardwise.schedule.pipeline import build, find
-
     if args.file:
         return read(args)
     if args.schedule is None:
         raise UserError("give either SCHEDULE or --file")
     if args.ranks is None or args.micro is None:
         raise UserError(f"{args.schedule} needs --ranks and --micro")
-    known = find(args.schedule)
+    known = pipeline.find(args.schedule)
     options = {name: value for name in ("warmup", "tokens") if (value := getattr(args, name)) is not None}
     virtual = known.virtual if args.virtual is None else args.virtual
     sized(args.ranks, args.micro, virtual, options.get("tokens", known.options.get("tokens", 1)))
-    return build(
+    return pipeline.build(
         known.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, early=args.early, **options
     )
 
 
 def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
     """Raise `UserError` for numbers that make no schedule, or one too large to be written out action by action."""
-    from shardwise.schedule.pipeline.plan import MOST_PASSES
-
     item = ranks * virtual * tokens
     if (cells := item * micro) > MOST_PASSES:
-        counts = [count(ranks, "rank"), count(micro, "micro-batch")]
-        counts += [count(n, what) for n, what in ((virtual, "chunk"), (tokens, "token")) if n > 1]
+        counts = [format_things(ranks, "rank"), format_things(micro, "micro-batch")]
+        counts += [format_things(n, what) for n, what in ((virtual, "chunk"), (tokens, "token")) if n > 1]
         most = f": --micro {MOST_PASSES // item} at most" if item <= MOST_PASSES else ""
         raise UserError(f"{' x '.join(counts)} are {cells:,} passes; up to {MOST_PASSES:,} are written out{most}")
 
@@ -129,16 +126,12 @@ def read(args: Any) -> PipelineSchedule:
 
 def check(schedule: PipelineSchedule) -> None:
     """Raises `UserError` for a schedule that is wrong."""
-    from shardwise.schedule.pipeline.verify import verify
-
     if wrong := verify(schedule):
         raise UserError(f"this schedule is wrong: {wrong[0]}")
 
 
 def timing_of(args: TimeOptions) -> Callable[[PipelineSchedule], Times]:
     """Schedule -> times, from the flags. Raises `UserError` for flags without effect."""
-    from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
-
     params, alpha = parse_times(args.times), seconds_of(args.hop)
     recompute = getattr(args, "recompute", None) is not None
 
@@ -153,8 +146,6 @@ def timing_of(args: TimeOptions) -> Callable[[PipelineSchedule], Times]:
 
 def shares_of(args: Any, schedule: PipelineSchedule) -> tuple[float, ...]:
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
-    from shardwise.schedule.pipeline.plan import MOST_PASSES, StageLayers
-
     layers = getattr(args, "layers", None)
     if getattr(args, "stages", None) is not None:
         stages = StageLayers.parse(args.stages, schedule.stages, layers)
@@ -173,10 +164,5 @@ def title(schedule: PipelineSchedule) -> str:
     """A schedule in one line."""
     chunks = f", {schedule.virtual} chunks a rank" if schedule.virtual > 1 else ""
     total = sum(map(len, schedule.actions))
-    size = f"{count(schedule.ranks, 'rank')}, {count(schedule.micro, 'micro-batch')}{chunks}"
+    size = f"{format_things(schedule.ranks, 'rank')}, {format_things(schedule.micro, 'micro-batch')}{chunks}"
     return f"{schedule.name}: {size}; {total:,} actions"
-
-
-def count(n: int, what: str) -> str:
-    """1 rank, 2 ranks; 1 micro-batch, 2 micro-batches."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('ch') else 's'}"

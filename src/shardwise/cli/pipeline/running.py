@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import HIDDEN, arg
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.arguments import ScheduleOptions, check, count, schedule_of, title
+from shardwise.cli.pipeline.arguments import ScheduleOptions, check, schedule_of, title
 from shardwise.cli.quantities import bytes_of
 from shardwise.cli.show import pipeline_table
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.trace import write_trace
-from shardwise.report.units import format_bytes, format_time
+from shardwise.report.units import format_bytes, format_things, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
+from shardwise.schedule import pipeline
+from shardwise.schedule.pipeline.memory import peaks
+from shardwise.schedule.pipeline.times import parse_times, seconds_of
 
 if TYPE_CHECKING:
     from shardwise.emulate.job import EmulationCase
@@ -59,7 +62,6 @@ class RunScheduleOptions(ScheduleOptions):
 
 def run(args: RunScheduleOptions) -> int:
     from shardwise.emulate.job import measure
-    from shardwise.schedule.pipeline.times import seconds_of
 
     if args.emulate is None or args.layout is not None:
         model = f"shardwise train MODEL --layout {args.layout or 'pp=4,schedule=1f1b'}"
@@ -95,7 +97,6 @@ def _nbytes(args: RunScheduleOptions) -> int:
 def _cases(args: RunScheduleOptions) -> tuple[list[EmulationCase], dict[str, str]]:
     """What is to be run; and with --all the schedules that these numbers are not for: name -> why."""
     from shardwise.emulate.job import EmulationCase
-    from shardwise.schedule.pipeline.times import parse_times
 
     params = parse_times(args.emulate or "")
     saved = _nbytes(args) if args.saved is None else args.saved
@@ -109,25 +110,22 @@ def _cases(args: RunScheduleOptions) -> tuple[list[EmulationCase], dict[str, str
 
 def _every(args: RunScheduleOptions, left_out: dict[str, str]) -> list[PipelineSchedule]:
     """Every schedule that is legal, with --virtual chunks a rank where it can have that many."""
-    from shardwise.schedule.pipeline import build, generators
-
     if args.ranks is None or args.micro is None:
         raise UserError("run --all needs --ranks and --micro")
     results = []
-    for g in generators():
+    for g in pipeline.generators():
         target = g.virtual if args.virtual is None else args.virtual
         virtual = g.virtual if g.objection(args.ranks, args.micro, target) else target
         if why := g.objection(args.ranks, args.micro, virtual):
             left_out[g.name] = why
         else:
             numbers = args.ranks, args.micro, virtual
-            results.append(build(g.name, *numbers, zero=args.zero, tied=args.tied, early=args.early))
+            results.append(pipeline.build(g.name, *numbers, zero=args.zero, tied=args.tied, early=args.early))
     return results
 
 
 def _feasible(args: RunScheduleOptions, cases: list[EmulationCase]) -> None:
     """Refuse what this host cannot do, and say how long it takes where that is long."""
-    from shardwise.schedule.pipeline.memory import peaks
     from shardwise.schedule.pipeline.simulate import simulate
 
     ranks = cases[0].schedule.ranks
@@ -143,5 +141,5 @@ def _feasible(args: RunScheduleOptions, cases: list[EmulationCase]) -> None:
             )
     seconds = args.steps * sum(simulate(case.schedule, case.times).makespan for case in cases)
     if seconds > _LONG:
-        what = f"{count(len(cases), 'schedule')}, {count(args.steps, 'step')} each"
+        what = f"{format_things(len(cases), 'schedule')}, {format_things(args.steps, 'step')} each"
         print(f"{what}: about {format_time(seconds)}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import gcd
 
+from shardwise import predict
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import UserError
@@ -16,9 +17,17 @@ from shardwise.layout.context import PAGE
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
+from shardwise.predict.memory import engine_workspace as usual
+from shardwise.predict.memory.capacity import explained, try_room
+from shardwise.predict.memory.engine_settings import EngineSettings
+from shardwise.predict.tables import timing_lines
+from shardwise.predict.time.profiles import engine as engine_of
+from shardwise.predict.traffic.slow_links import tensor_warning
 from shardwise.report import StepReport
 from shardwise.report.room import DeviceRoom
+from shardwise.report.tables import memory_table
 from shardwise.report.terminal import Renderable
+from shardwise.report.timing_table import binding
 from shardwise.report.units import format_bytes
 
 PROFILES = {"Megatron-LM": ("megatron-core", "megatron-bridge"), "torchtitan": ("torchtitan", "torchtitan")}
@@ -35,8 +44,6 @@ def counted_as(engine: str, layout: Layout) -> str | None:
 
 def room_for(engine: str, model: Model, cluster: Cluster | None) -> DeviceRoom | None:
     """A device's room under an engine; None where the device's memory is not known."""
-    from shardwise.predict.memory.capacity import try_room
-
     profiles = (one.profile for one in specs().values() if one.title == engine)
     return try_room(cluster, next(profiles, "unknown"), bool(model.experts))
 
@@ -56,10 +63,6 @@ class Training(Json):
         """Printed tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
-        from shardwise.predict.memory.capacity import explained
-        from shardwise.predict.tables import timing_lines
-        from shardwise.report.tables import memory_table
-
         moved = [f"  {line}" for line in _moved(self.report)]
         tokens = self.report.workload["seq"] * self.report.workload["batch"]
         return [
@@ -136,11 +139,6 @@ class CacheRoom(Json):
 def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
     """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
     layout does not suit the model, the batch or the cluster."""
-    from shardwise.predict import estimate
-    from shardwise.predict.memory.engine_settings import EngineSettings
-    from shardwise.predict.traffic.slow_links import tensor_warning
-    from shardwise.report.timing_table import binding
-
     if reading.unpriced:
         return Training(model, None, reading.unpriced)
     assert reading.seq and reading.batch
@@ -149,7 +147,7 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     try:
         engine, room = counted_as(reading.engine, reading.layout), room_for(reading.engine, model, cluster)
         settings = EngineSettings(modules=reading.recomputed, narrow_state=reading.narrow_state)
-        report = estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
+        report = predict.estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
         parts = report.timing["parts"] if report.timing else {}
         slow = tensor_warning(cluster, reading.layout.tp, parts, "the step") if cluster else None
         peak = max(role.peak_bytes for role in report.roles)
@@ -167,16 +165,13 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights, or one sequence
     of the greatest length, do not fit."""
-    from shardwise.predict.memory import engine_workspace as usual
     from shardwise.predict.memory.serving import ServingSetup, stage_bytes
-    from shardwise.predict.time.profiles import engine
-    from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
     served, layout = reading.served, _with_shared_experts(reading, model)
     writer = next(spec for spec in specs().values() if spec.title == reading.engine)
     device = cluster.device if cluster else None
-    profile = engine(writer.profile)
+    profile = engine_of(writer.profile)
     share = served.memory or usual.usual_share(profile, device, layout, served.tokens)
     profile = replace(profile, cache_share=share)
     check(replace(layout, ep=1, cp=1), model)

@@ -11,6 +11,7 @@ from shardwise.cli.output import show
 from shardwise.codec import keyed
 from shardwise.report.table import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.schedule.pipeline.memory import peaks
 
 if TYPE_CHECKING:
     from shardwise.emulate.job import EmulationResult, MeasuredCase
@@ -37,8 +38,6 @@ def summed_up(result: EmulationResult, hop: float) -> dict[str, Any]:
 
 
 def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
-    from shardwise.schedule.pipeline.memory import peaks
-
     schedule, simulated = each.case.schedule, each.simulated(hop, overlap)
     expected = peaks(schedule, each.case.held)
     return {

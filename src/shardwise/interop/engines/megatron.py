@@ -9,6 +9,7 @@ from shardwise.interop.reading.fields import ConfigFields
 from shardwise.layout import Layout, pipeline
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts, LatentAttention, RopeScaling, YarnScaling
+from shardwise.schedule.pipeline.plan import StageLayers
 
 _OTHERS = (
     "heterogeneous_layers_config_path", "hybrid_layer_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
@@ -46,8 +47,6 @@ def _divided(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
         flag = "--decoder-last-pipeline-num-layers, or a --pipeline-model-parallel-layout"
         raise UserError(f"--num-layers {layers} cannot be divided by {stages} stages without {flag}")
     elif layers and pp > 1 and (embedding or loss):
-        from shardwise.schedule.pipeline.plan import StageLayers
-
         words["stages"] = StageLayers.weighed(layers, stages, (embedding, loss)).layers
     elif pp > 1 and (embedding or loss):
         fields.say("facts", "--account-for-..-in-pipeline-split without --num-layers: stages are taken as even")

@@ -37,7 +37,7 @@ class TimeFigures(NamedTuple):
 def time_figures(report: StepReport) -> TimeFigures:
     """Figures "traffic" and "transport" of a measured step, as far as it has recorded them.
 
-    Raises `UserError` when a timeline or a transport row is damaged.
+    Raises `UserError` when a timeline is damaged.
     """
     tables: dict[str, Table] = {}
     bars: dict[str, list[dict[str, Any]]] = {}
@@ -49,7 +49,9 @@ def time_figures(report: StepReport) -> TimeFigures:
     carried = [role for role in report.roles if role.transport]
     if carried:
         tables["transport"] = Table.of_rows(
-            "How collectives were carried", _CARRIED, [r for one in carried for r in _rows(one)]
+            "How collectives were carried",
+            _CARRIED,
+            [(min(one.ranks), *line) for one in carried for line in transport_lines(one)],
         )
         bars["transport"] = [bar._asdict() for bar in _transport_bars(carried[0])]
     return TimeFigures(tables, bars)
@@ -96,7 +98,7 @@ _CARRIED = {
     "rank": "", "phase": "", "operation": "", "axes": "", "unit": "", "algorithm": "", "calls": "count",
     "payload": "bytes", "sent": "bytes", "steps": "count", "time": "seconds", "waited": "seconds",
 }  # fmt: skip
-"""Heading -> unit of each column."""
+"""Heading -> unit of each column: the rank, and the fields of a `TransportLine`."""
 
 
 def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
@@ -174,12 +176,6 @@ def _traffic(role: Role, total: Exposure) -> Iterator[tuple[Any, ...]]:
     for kind in total.kinds:
         times = (time / 1e9 for time in (kind.time, kind.hidden, kind.exposed))
         yield min(role.ranks), kind.op, kind.axes, kind.calls, kind.bytes, *times, total.share(kind.exposed)
-
-
-def _rows(role: Role) -> Iterator[tuple[Any, ...]]:
-    for line in transport_lines(role):
-        names = (line.phase, line.op, line.axes, line.label, line.algorithm, line.calls, line.payload_bytes)
-        yield min(role.ranks), *names, line.bytes_sent, line.steps, line.time_s, line.wait_s
 
 
 def _transport_bars(role: Role) -> list[TimeBar]:
