@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 from shardwise.codec import Json, keyed
 from shardwise.errors import UserError
 from shardwise.report.exposure import Exposure, exposures
-from shardwise.report.predictions import are_predictions, prediction_conclusion, prediction_tables
 from shardwise.report.printing import Printable
 from shardwise.report.step_report import DTYPE_BYTES, HOMES, Bytes, LedgerRow, Role, StepReport
-from shardwise.report.tables import comparison_tables, verdict
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_ranks
 
@@ -168,11 +166,17 @@ class ReportComparison(Printable):
         return tuple((side, rank, figures) for side, report in sides for rank, figures in exposures(report))
 
     def tables(self) -> Iterator[Renderable]:
+        from shardwise.report.predictions import are_predictions, prediction_tables
+        from shardwise.report.tables import comparison_tables
+
         if are_predictions(self.a, self.b):
             return prediction_tables(self.a, self.b)
         return iter([comparison_tables(self)])
 
     def conclusion(self) -> str:
+        from shardwise.report.predictions import are_predictions, prediction_conclusion
+        from shardwise.report.tables import verdict
+
         if are_predictions(self.a, self.b):
             return prediction_conclusion(self.a, self.b)
         return verdict(self).plain
