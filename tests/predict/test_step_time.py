@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
+from shardwise.predict.time import StepShape
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.choose import cost
 
@@ -51,3 +52,8 @@ def test_a_slower_link_never_makes_a_step_faster(layout: str, factor: float) -> 
     fast, slow = (step_time(plan_of(layout), 1.0, c) for c in (cluster, slower))
     assert fast.low <= slow.low * (1 + 1e-12) and fast.high <= slow.high * (1 + 1e-12)
     assert 1.0 <= fast.low <= fast.high
+
+
+def test_stages_of_one_device_hold_all_blocks():
+    one = StepShape.of(Layout.parse("stages=4"), Workload(seq=128, batch=1))
+    assert one.layers_held(4) == StepShape.of(Layout(), Workload(seq=128, batch=1)).layers_held(4) == (4, 4)

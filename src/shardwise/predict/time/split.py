@@ -18,7 +18,7 @@ from shardwise.records import dataclass
 def held_of(stages: tuple[int, ...], pp: int) -> tuple[int, int]:
     """Layers of the pipeline rank that has the most of all but the last, and of the last one."""
     *others, last = (sum(stages[rank::pp]) for rank in range(pp))
-    return max(others), last
+    return max(others, default=last), last
 
 
 CUTS_OF_STAGES = ("pp", "virtual")
