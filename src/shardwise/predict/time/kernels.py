@@ -20,6 +20,7 @@ from shardwise.arrays import Num
 from shardwise.errors import UserError
 from shardwise.model.formats import FORMS
 from shardwise.predict.time.constants import Constants
+from shardwise.predict.time.network import rising
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,9 +30,9 @@ SPLITS = (1, 2, 4, 8)
 """Parts that the contracted dimension is cut into where there are too few tiles for the device."""
 
 _NUMBERS = ("fp32", "bf16", "fp16", "fp8", "int8", "nvfp4", "int4")
-FEW = 64
-"""Rows up to which a product takes about as long as its weights are read: between measured numbers of so few, seconds
-are interpolated."""
+FEW = 256
+"""Rows up to which a product mostly takes as long as its weights are read: between measured numbers of so few, seconds
+are interpolated, and none is faster than with fewer."""
 
 WIDTH = {FORMS[name].dtype: FORMS[name].nbytes for name in _NUMBERS}
 """Bytes an element of each data type."""
@@ -88,9 +89,10 @@ class Kernels:
 
     def _of_few(self, n: Num, k: Num, dtype: str, batch: Num, ndim: int = 0) -> NDArray:
         """Seconds at the measured numbers of few rows, along the first axis, before `ndim` others. None is faster than
-        with fewer rows."""
+        with fewer rows: such readings are pooled."""
         rows = self._surface(dtype).few
-        return np.maximum.accumulate(self.tiled(rows.reshape(len(rows), *(1,) * ndim), n, k, dtype, batch))
+        seconds = self.tiled(rows.reshape(len(rows), *(1,) * ndim), n, k, dtype, batch)
+        return np.exp(rising(np.log(seconds)))
 
     def _surface(self, dtype: str) -> Surface:
         return self._surfaces.get(dtype) or self._surfaces["bfloat16"]

@@ -239,14 +239,14 @@ def _by_group(nbytes: Num, ranks: Num, stride: Num, of: Callable[[Num, int, int]
 
 
 def rising(readings: NDArray) -> NDArray:
-    """Isotonic regression: where a reading is above a later one, all between count as their mean."""
-    pools: list[list[float]] = []
-    for reading in readings.tolist():
-        pool = [reading]
-        while pools and sum(pools[-1]) / len(pools[-1]) > sum(pool) / len(pool):
-            pool = pools.pop() + pool
-        pools.append(pool)
-    return np.concatenate([np.full(len(pool), sum(pool) / len(pool)) for pool in pools])
+    """Isotonic regression along the first axis: where a reading is above a later one, all between count as their mean.
+    Of all stretches up to a place, the greatest least mean of what begins there and goes on behind it."""
+    first, last = np.ogrid[: len(readings), 1 : len(readings) + 1]
+    shape = (*last.shape[1:], *last.shape[1:], *(1,) * (readings.ndim - 1))
+    sums = np.concatenate([np.zeros_like(readings[:1]), np.cumsum(readings, 0)])
+    means = (sums[None, 1:] - sums[:-1, None]) / np.maximum(last - first, 1).reshape(shape)
+    least = np.minimum.accumulate(means[:, ::-1], 1)[:, ::-1]
+    return np.asarray(np.where((last > first).reshape(shape), least, -np.inf).max(0))
 
 
 def _names(prices: Pricer, ranks: int) -> list[str]:
