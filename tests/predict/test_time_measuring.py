@@ -46,6 +46,9 @@ def test_measured_products_are_predicted(read_back):
         assert float(kernels.matmul(*shape, dtype, turned=turn)) == pytest.approx(expected, rel=0.03), (shape, turn)
     # Between the shapes of the grid, too.
     assert float(kernels.matmul(512, 700, 1000, "float32")) == pytest.approx(took("float32", 512, 700, 1000), rel=0.1)
+    # Fewer rows than it has take no longer than the fewest.
+    few = [float(kernels.matmul(rows, 1024, 1024, "float32")) for rows in (1, min(AXIS) / 2, min(AXIS))]
+    assert few == sorted(few) and few[0] < few[-1]
 
 
 def test_a_measured_cpu_serves_with_this_projects_own_engine(read_back):

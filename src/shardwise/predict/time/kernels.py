@@ -77,7 +77,7 @@ class Kernels:
     def _of_arrays(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         m, n, k, batch = (np.asarray(x, dtype=float) for x in (m, n, k, batch))
         rows = self._surface(dtype).few
-        few = m <= rows[-1] if len(rows) > 1 else np.zeros(m.shape, bool)
+        few = (m >= rows[0]) & (m <= rows[-1]) if len(rows) > 1 else np.zeros(m.shape, bool)
         if not few.any():
             return self.tiled(m, n, k, dtype, batch)
         if n.ndim == k.ndim == batch.ndim == 0:
