@@ -240,7 +240,7 @@ def _by_group(nbytes: Num, ranks: Num, stride: Num, of: Callable[[Num, int, int]
 
 def rising(readings: NDArray) -> NDArray:
     """Isotonic regression along the first axis: where a reading is above a later one, all between count as their mean.
-    At each place: of the stretches that begin before it, the greatest of their least means from there to any end."""
+    Of the stretches that begin up to a place, it is the greatest of their least means from there to any end."""
     first, last = np.ogrid[: len(readings), 1 : len(readings) + 1]
     shape = (*last.shape[1:], *last.shape[1:], *(1,) * (readings.ndim - 1))
     sums = np.concatenate([np.zeros_like(readings[:1]), np.cumsum(readings, 0)])
