@@ -35,6 +35,7 @@ def test_valid_tp_divides_heads_and_suits_key_value_heads() -> None:
         (LLAMA, "tp=3", None, "valid tp: 1, 2, 4, 8"),
         (LLAMA, "pp=8", None, "8 stages for 4 layers; give at most 4, or 6"),
         (LLAMA, "pp=2,stages=3/2", None, "adds up to 5 layers"),
+        (LLAMA, "stages=2", None, "adds up to 2 layers"),
         (LLAMA, "dp=2,ep=2", None, "a model without experts"),
         (EXPERTS, "dp=3,ep=3", None, "ep=3 does not divide its 8 experts; valid ep: 1"),
         (GPT.replace(attention_dropout=0.1), "tp=2", None, "add attention=math"),

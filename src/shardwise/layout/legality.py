@@ -61,10 +61,10 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
             f"cp={layout.cp} with cpkind=ulysses does not suit {model.name}: each rank takes whole heads of the "
             f"{model.heads // layout.tp} that a tp rank has; valid cp: {degrees}, or choose cpkind=ring"
         )
+    if layout.stages and sum(layout.stages) != model.layers:
+        raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
+                          f"but {model.name} has {model.layers}")  # fmt: skip
     if layout.pp > 1:
-        if layout.stages and sum(layout.stages) != model.layers:
-            raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
-                              f"but {model.name} has {model.layers}")  # fmt: skip
         pipeline.stages(model, layout)
         # Without a workload: as many micro-batches as any schedule asks for.
         count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.stage_count

@@ -99,10 +99,10 @@ def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) ->
     """Raise `LayoutError` for a layout that does not suit these parameters, or a pipeline that has no schedule for
     these blocks and micro-batches."""
     check_narrow_base(layout, blueprint)
-    if layout.pp == 1:
-        return
-    pipeline.stages(blueprint, layout)
-    pipeline.check_schedule(layout, micro_batches, "; accumulate= gives their number")
+    if layout.pp > 1 or layout.stages:
+        pipeline.stages(blueprint, layout)
+    if layout.pp > 1:
+        pipeline.check_schedule(layout, micro_batches, "; accumulate= gives their number")
 
 
 def fewest_micro_batches(layout: Layout) -> int:

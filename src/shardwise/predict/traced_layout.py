@@ -106,6 +106,8 @@ def check_piped(pp: int, model: Blueprint) -> None:
 def _check_pipeline(layout: Layout, model: Blueprint, micro_batches: int) -> None:
     check_piped(layout.pp, model)
     if layout.pp == 1:
+        if layout.stages:
+            pipeline.stages(model, layout)
         return
     where = pipeline.placement(layout)
     if any(one == other for one, other in pairwise(where)):
