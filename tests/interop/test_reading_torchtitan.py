@@ -6,7 +6,8 @@ from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.interop import read
 from shardwise.interop.engines import torchtitan
-from shardwise.options import runs_text
+from shardwise.interop.reading.fields import ConfigFields
+from shardwise.options import runs_in, runs_text
 
 LLAMA_70B = table(__file__, "LLAMA_70B")
 
@@ -75,6 +76,19 @@ def test_stages_of_0_1_cut_the_local_batch(reading, more, micro):
 def test_the_ends_count_as_layers_of_their_stages(more, stages):
     words = f"torchtitan --model.name llama3 --model.flavor 70B --parallelism.pipeline_parallel_degree 4 {more}"
     assert runs_text(read([words], 4).layout.stages) == stages
+
+
+@pytest.mark.parametrize(
+    ("pp", "stages", "ends"),
+    [
+        (4, "8/9/9/6", (1, 2)), (4, "7/9/9/7", (2, 1)), (4, "8/8/8/8", (0, 0)), (2, "18/14", (0, 3)), (2, "14/18", (4, 0)),
+        (8, "4/5/5/4/4/4/4/2", (1, 2)), (2, "32/0", (0, 31)), (4, "8/10/6/8", None), (4, "10/6/8/8", None),
+    ],
+)  # fmt: skip
+def test_stages_are_cut_by_what_the_ends_count_as(pp, stages, ends):
+    assert torchtitan.ends_of(runs_in(stages)) == ends
+    if ends is not None:
+        assert torchtitan.cut_stages("llama-3-8b", pp, 1, ends, 0, None, ConfigFields({})) == runs_in(stages)
 
 
 def test_lists_of_modules_are_stages():

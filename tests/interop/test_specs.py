@@ -49,7 +49,7 @@ def expressions(one: EngineSpec) -> Iterator[tuple[str, set[str]]]:
             yield remark.when, known
             yield f"f{remark.say!r}", known
     for limit in one.limits:
-        yield limit.when, LAYOUT | set(BUILTINS) | {"model"}
+        yield limit.when, common | LAYOUT | {"model"}
         yield f"dict({limit.set})", LAYOUT | set(BUILTINS)
 
 

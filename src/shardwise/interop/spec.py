@@ -49,12 +49,14 @@ class Limit:
     """Keys that get their defaults there, first; with * the keys that depend on one, too."""
     experts: bool = False
     """Whether it bounds models with experts alone."""
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    """Those of its engine's Python."""
 
     def broken(self, layout: Layout, model: Model) -> bool:
         """Whether a layout of a model is outside."""
         if not self.set and getattr(layout, self.key) == DEFAULTS[self.key]:
             return False
-        return bool(evaluate(self.when, Names(layout, model=model)))
+        return bool(evaluate(self.when, Names(layout, model=model, **self.functions)))
 
     def repair(self, layout: Layout) -> dict[str, Any]:
         """Key -> value of the nearest layout within the bound."""
@@ -239,7 +241,8 @@ class EngineSpec:
     @cached_property
     def bounds(self) -> tuple[Limit, ...]:
         """Every limit: keys without a word first."""
-        return (*absent(self.keys, self.left, self.source, self.missing), *self.limits)
+        limits = (replace(limit, functions=self.functions) for limit in self.limits)
+        return (*absent(self.keys, self.left, self.source, self.missing), *limits)
 
     @cached_property
     def standing_alone(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """torchtitan's arguments, its models, and files of older versions."""
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from shardwise.errors import UserError
@@ -60,15 +61,34 @@ def cut_stages(
         return ()
     else:
         stages = -(-(layers + sum(ends)) // each) if each else pp * chunks
-        least, rest = divmod(layers + sum(ends), stages)
-        if least < max(1, *ends):
+        counts = _between(layers, stages, ends)
+        if not counts:
             raise UserError(f"{stages} stages of {layers} layers: the ends count as {ends[0]} and {ends[1]} of them")
-        counts = [least + (i < rest) for i in range(stages)]
-        counts[0] -= ends[0]
-        counts[-1] -= ends[1]
     if len(counts) % pp or (len(counts) // pp > 1) != (chunks > 1):
         raise UserError(f"{len(counts)} stages do not suit {pp} ranks and the schedule: give it {pp * chunks}")
     return tuple(counts)
+
+
+def _between(layers: int, stages: int, ends: tuple[int, int]) -> list[int]:
+    """Layers by stage, the first ones with more, of which the first and the last stage have so many less (`ends`); none
+    where there are too few."""
+    least, rest = divmod(layers + sum(ends), stages)
+    if least < max(1, *ends):
+        return []
+    counts = [least + (i < rest) for i in range(stages)]
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    return counts
+
+
+def ends_of(counts: tuple[int, ...]) -> tuple[int, int] | None:
+    """What the embedding and the head count as, few layers, where stages have so many; (0, 0) of even ones, which is
+    none given, and None where no numbers of them do."""
+    if not counts:
+        return 0, 0
+    first, last = (range(max(counts) - count + 2) for count in (counts[0], counts[-1]))
+    fitting = (ends for ends in product(first, last) if _between(sum(counts), len(counts), ends) == [*counts])
+    return min(fitting, key=sum, default=None)
 
 
 def uneven(counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -230,18 +230,17 @@ class PricedStep:
         """Exposed seconds of gradients' reduction and parameters' gathering over the data ranks, but for stage 3's
         blocks (`_sharded`). window: the seconds of a micro-batch's backward pass."""
         split, engine, sent = self.split, self.engine, self.sent
-        first = 1 / np.maximum(self.model.layers / split.pp, 1)
-        contention = self.pricing.constants.value("contention")
+        beside = 1 - self.pricing.constants.value("contention")
+        after_first, window = beside * (1 - 1 / np.maximum(self.model.layers / split.pp, 1)), beside * window
 
-        def exposed(seconds: Num, beside: Num, overlap: bool) -> Num:
-            return seconds - (1 - contention) * overlap * np.minimum(seconds * (1 - first), beside)
+        def exposed(seconds: Num, window: Num, overlap: bool) -> Num:
+            return seconds - np.minimum(seconds * after_first, window) if overlap else seconds
 
+        last = exposed(sent.reduce + sent.replicas, window, engine.grad_overlap)
+        last = last + exposed(sent.gather, window / 2, engine.gather_overlap and not engine.gathers_at_end) + sent.tied
         # Stage 2 keeps shards of gradients alone: it reduces those of every micro-batch.
         earlier = np.where(np.asarray(split.zero) == 2, split.micro_batches - 1, 0)
-        beside = engine.gather_overlap and not engine.gathers_at_end
-        last = exposed(sent.reduce + sent.replicas, window, engine.grad_overlap)
-        before = earlier * exposed(sent.reduce, window, engine.grad_overlap)
-        return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
+        return last + earlier * exposed(sent.reduce, window, engine.grad_overlap) if np.any(earlier) else last
 
     def _added(self) -> tuple[Num, Num]:
         """Seconds of adding up gradients in a micro-batch, (of a block, of a vocabulary's table)."""
@@ -295,18 +294,24 @@ def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weight
     hop: of one message. busy: of a micro-batch on the busiest stage; forward, weights: its forward pass, and its
     gradients of weights. near: whether one of a rank's two neighbors is in its node.
     """
+    # Terms without `busy`, the only large array, come first.
     p, m, virtual, schedule = map(np.asarray, (split.pp, split.micro_batches, split.virtual, split.schedule))
-    backward = busy - forward
-    # Under gpipe all forward messages, and then all backward ones.
-    apart = np.maximum(hop - forward, 0.0) + np.maximum(hop - backward, 0.0)
+    backward, gpipe, fill = busy - forward, schedule == "gpipe", 2 * hop * (p - 1)
     # Two ranks alone have one neighbor, and no message around the end of a chunk.
     sends = np.where((p > 2) & near, virtual, 2 * virtual - (p == 2))
-    least = 2 * hop * (p - 1) + (m - 1) * np.where(schedule == "gpipe", apart, sends * hop - busy)
+    least = fill + (m - 1) * sends * hop - (m - 1) * busy
     spare, trips = np.where(schedule == "zb-h1", weights, 0.0), (p - 1) * m / p - p
-    waits = 4 * hop * (p - 1) + trips * np.where(trips > 0, np.maximum(2 * hop - spare, 0.0), 2 * hop)
-    longer = np.maximum(hop - np.minimum(forward, backward) / virtual, 0.0)
-    rounds = 2 * hop * (p * virtual - 1) + (virtual - 1) * np.maximum(m - p, 0) * longer
-    return np.where(schedule == "gpipe", least, np.maximum(least, np.where(virtual > 1, rounds, waits)))
+    waits = 2 * fill + trips * np.where(trips > 0, np.maximum(2 * hop - spare, 0.0), 2 * hop)
+    waits = np.where(virtual > 1, 2 * hop * (p * virtual - 1), waits)
+    if np.any(virtual > 1):
+        turns = (virtual - 1) * np.maximum(m - p, 0)
+        waits = np.maximum(waits + turns * hop - turns / virtual * np.minimum(forward, backward), waits)
+    seconds = np.maximum(least, waits)
+    if not np.any(gpipe):
+        return seconds
+    # All forward messages, and then all backward ones.
+    apart = np.maximum(hop - forward, 0.0) + np.maximum(hop - backward, 0.0)
+    return np.where(gpipe, fill + (m - 1) * apart, seconds)
 
 
 def bubble_share(schedule: str, virtual: Num, found: Pieces) -> Num:
