@@ -304,8 +304,8 @@ def exposed_messages(split: StepShape, hop: Num, busy: Num, forward: Num, weight
     waits = 2 * fill + trips * np.where(trips > 0, np.maximum(2 * hop - spare, 0.0), 2 * hop)
     waits = np.where(virtual > 1, 2 * hop * (p * virtual - 1), waits)
     if np.any(virtual > 1):
-        turns = (virtual - 1) * np.maximum(m - p, 0)
-        waits = np.maximum(waits + turns * hop - turns / virtual * np.minimum(forward, backward), waits)
+        rounds = (virtual - 1) * np.maximum(m - p, 0)
+        waits = np.maximum(waits + rounds * hop - rounds / virtual * np.minimum(forward, backward), waits)
     seconds = np.maximum(least, waits)
     if not np.any(gpipe):
         return seconds
