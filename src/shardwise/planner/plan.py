@@ -119,7 +119,8 @@ class Plan(Answer[Priced], Printable):
         """The best layout's risk to run out of memory; and layouts shown whose tensor parallelism runs over slow links,
         a line for each tp."""
         risk = self.room.warning(self.winner.held.total)
-        slow = tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
+        shown = ((one.layout.tp, one.parts) for one in self.ranked[: self.shown])
+        slow = tensor_warnings(self.cluster, shown, "the step")
         return (*([risk] if risk else []), *slow)
 
     def tokens_per_second(self, one: Priced) -> float:

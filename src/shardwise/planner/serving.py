@@ -257,7 +257,8 @@ class ServingPlan(Answer[Deployment], Printable):
         """Deployments shown whose tensor parallelism runs over slow links, a line for each tp."""
         context = self.workload.prompt + self.workload.output / 2
         taken = (
-            (one.layout.tp, self.strategy(one).token(one.layout.dp * one.batch, context).parts) for one in self.ranked
+            (one.layout.tp, self.strategy(one).token(one.layout.dp * one.batch, context).parts)
+            for one in self.ranked[: self.shown]
         )
         return tensor_warnings(self.cluster, taken, "the time of a token")
 
