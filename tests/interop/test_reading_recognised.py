@@ -27,9 +27,18 @@ def test_what_cannot_be_read_is_one_line(config, engine, line):
         read(config, 8, engine)
 
 
-@pytest.mark.parametrize("words", ["swift infer --max_batch_size 4", "megatron export --tensor_model_parallel_size 2"])
-def test_every_command_of_ms_swift_is_known(words):
-    with pytest.raises(UserError, match="ms-swift's configuration"):
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("ms-swift", "swift infer --max_batch_size 4"),
+        ("ms-swift", "megatron export --tensor_model_parallel_size 2"),
+        ("torchtune", "tune run --nproc_per_node 8 full_finetune_distributed --config llama3_1/8B_full"),
+        ("LitGPT", "litgpt finetune_lora meta-llama/Llama-3.2-1B --devices 4"),
+        ("XTuner", "NPROC_PER_NODE=8 xtuner train config.py --deepspeed deepspeed_zero2"),
+    ],
+)
+def test_commands_of_engines_that_are_not_read_are_known(engine, words):
+    with pytest.raises(UserError, match=f"{engine}'s configuration"):
         read([words], 8)
 
 

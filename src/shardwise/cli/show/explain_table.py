@@ -121,9 +121,9 @@ class CacheRoom(Json):
         ]
         if self.room is None or self.tokens is None:
             return [*results, "  how much cache there is room for, --cluster tells"]
+        graphs = f"; captured graphs take about {format_bytes(self.graphs)} outside of the share that may be used"
         results.append(
-            f"  {format_bytes(self.workspace)} of workspace, driver and libraries; captured graphs take about "
-            f"{format_bytes(self.graphs)} outside of the share that may be used"
+            f"  {format_bytes(self.workspace)} of workspace, driver and libraries{graphs if self.graphs else ''}"
         )
         results.append(f"  {format_bytes(self.room)} left for the cache: {self.tokens:,} tokens")
         results += [self.warning] if self.warning else []
