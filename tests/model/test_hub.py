@@ -147,6 +147,8 @@ def test_emitted_commands_carry_the_hubs_id(hub, capsys):
     words = "plan someone/small --cluster 1xH100 --serve --prompt 64 --output 32 --concurrency 2 --emit vllm"
     assert main(words.split()) == 0
     assert "vllm serve someone/small" in capsys.readouterr().out
+    assert main(words.replace("someone/small", "gpt-oss-20b").split()) == 0
+    assert "vllm serve openai/gpt-oss-20b" in capsys.readouterr().out
 
 
 def test_servers_load_the_files_of_an_id_as_they_are_stored():

@@ -14,7 +14,7 @@ from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.formats import weight_format
-from shardwise.model.hub import hub_models
+from shardwise.model.hub import full_id, hub_models
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
 from shardwise.model.precision import read_precision
@@ -194,6 +194,25 @@ def test_an_unknown_name_of_the_hub_names_near_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="did you mean openai/gpt-oss-120b"):
         resolve("openai/gpt-oss-12b")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("GPT-OSS-120b", "openai/gpt-oss-120b"), ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("gemma-3-27b", "google/gemma-3-27b-it"), ("kimi-k2", "moonshotai/Kimi-K2-Base"), ("glm-4", ""),
+        ("mistral-small", "mistralai/Mistral-Small-24B-Base-2501"), ("command-r", "CohereLabs/c4ai-command-r-v01"),
+    ],
+)  # fmt: skip
+def test_popular_models_are_found_without_their_owner(name, known, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    if name in ("mistral-small", "command-r"):  # several shapes: a question
+        with pytest.raises(UserError, match=f"did you mean {known} or "):
+            resolve(name)
+    elif known:
+        assert resolve(name) == resolve(known) and full_id(name) == known
+    else:
+        assert full_id(name) == name
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -112,7 +112,7 @@ class EstimatedStep:
         """The step in one line."""
         return (
             f"{self.model.name}: {size_words(self.model)}, layout {self.layout} on {self.cluster}, "
-            f"{self.workload.batch} sequences of {self.workload.seq} tokens a step\n"
+            f"{self.workload.batch_words} a step\n"
         )
 
     @property

@@ -57,7 +57,7 @@ def _needs_lines(
     model: ModelConfig, workload: Workload, notes: tuple[str, ...], needs: list[DeviceNeed], price: float | None
 ) -> Iterator[Renderable]:
     if workload.batch:
-        asked = f"training with {workload.batch:,} sequences of {workload.seq:,} tokens per step"
+        asked = f"training with {workload.batch_words} per step"
         choice = "without pipelines, one shard group"
     else:
         asked = f"serving {workload.concurrency:,} clients, prompts of {workload.prompt:,} tokens, answers of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import defaults
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, hub_name
+from shardwise.model.hub import full_id
 from shardwise.model.parameters import Model
 from shardwise.predict.memory.capacity import room_of
 from shardwise.predict.time.profiles import ENGINES
@@ -115,7 +117,9 @@ def source_of(model: str | ModelConfig) -> str:
     configuration that has been changed."""
     if not isinstance(model, str):
         model = model.name if catalog().get(model.name) == model else ""
-    return hub_name(name) if (name := model.strip().lower()) in catalog() else model
+    if (name := model.strip().lower()) in catalog():
+        return hub_name(name)
+    return model if os.path.exists(model) else full_id(model)  # noqa: PTH110 (no error for a name that is too long)
 
 
 def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:

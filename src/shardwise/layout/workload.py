@@ -47,6 +47,11 @@ class Workload(Json):
             raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
 
     @property
+    def batch_words(self) -> str:
+        """Such as 256 sequences of 8192 tokens."""
+        return f"{self.batch} sequence{'s' * (self.batch != 1)} of {self.seq} tokens"
+
+    @property
     def states(self) -> tuple[str, ...]:
         """Arrays of optimizer state per parameter: master weights, then moments."""
         return states_of(self.optimizer)

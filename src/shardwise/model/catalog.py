@@ -29,7 +29,8 @@ def get(name: str) -> ModelConfig:
 
 
 def resolve(text: str, fetch: bool = True, stored: bool = False) -> ModelConfig:
-    """A catalog name, else the path of a `config.json` or of its folder, else a name of Hugging Face's hub.
+    """A catalog name, else the path of a `config.json` or of its folder, else a name of Hugging Face's hub, of popular
+    models without the owner, too.
 
     The catalog goes first; write `./gpt2` for a folder of that name. Of a hub's name, owner/name, the `config.json` in
     the local cache is read, else the second half is looked up in the catalog, else the list of popular models
@@ -46,6 +47,7 @@ def resolve(text: str, fetch: bool = True, stored: bool = False) -> ModelConfig:
     # Path.exists raises for a name that is too long.
     if text and os.path.exists(text):  # noqa: PTH110
         return read_model(text)
+    text = hub.full_id(text)
     if path := hub.cached(text):
         return read_model(path, text)
     entry = hub.listed(text)
@@ -108,7 +110,8 @@ def _nearest(name: str) -> str:
     from shardwise.model.hub import hub_models
 
     others = [other for other in hub_models() if other != name.strip()]
-    listed = nearest(name.strip(), others, 2, cutoff=0.8) if "/" in name else []
+    within = sorted((other for other in others if len(name) > 2 and name.strip().lower() in other.lower()), key=len)
+    listed = nearest(name.strip(), others, 2, cutoff=0.8) if "/" in name else within[:2]
     near = listed + nearest(name.strip().lower().rsplit("/", 1)[-1], _catalog(), 3, cutoff=0.5)
     otherwise = near_path(name).removeprefix("; ") or f"known are {', '.join(_catalog())}"
     return f"did you mean {' or '.join(near)}?" if near else otherwise

@@ -36,6 +36,23 @@ def listed(text: str) -> tuple[str, dict[str, Any]] | None:
     return name, config
 
 
+_ENDING = r"(?:-(?:base|chat|hf|instruct|it|pt|v\d[\d.]*|\d{4}))*"
+"""Ends of names that change no shape."""
+
+
+def full_id(text: str) -> str:
+    """The id in the list of a name without its owner, and mostly without its ending, such as gemma-3-27b; the name
+    itself where there is none, or several of other shapes."""
+    if "/" in text:
+        return text
+    fitting = re.compile(re.escape(text.strip()) + _ENDING, re.IGNORECASE)
+    ids = [name for name in hub_models() if fitting.fullmatch(name.partition("/")[2])]
+    least = min((name.count("-") for name in ids), default=0)
+    shapes = {name: (listed(name) or ("", {}))[1] for name in ids if name.count("-") == least}
+    first = next(iter(shapes), text)
+    return first if all(one == shapes[first] for one in shapes.values()) else text
+
+
 def cached(text: str) -> Path | None:
     """The newest `config.json` of an id in the hub's local cache, else the one that `hub_fetch` has left."""
     if not is_hub_id(text):

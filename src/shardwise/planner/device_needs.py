@@ -101,7 +101,7 @@ def training_needs(
 
     return _each_kind(
         need, sizes.least, kinds,
-        f"{model.name} with {workload.batch} sequences of {workload.seq} tokens fits no cluster of up to "
+        f"{model.name} with {workload.batch_words} fits no cluster of up to "
         f"{MOST_DEVICES:,} devices of the catalog: take a smaller --seq, or train adapters (--lora rank=16)",
     )  # fmt: skip
 

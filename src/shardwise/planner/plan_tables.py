@@ -52,10 +52,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
 def why_tables(plan: Plan) -> Iterator[Renderable]:
     """Memory and time of the best layout by part, the alternatives, and assumptions."""
     workload, winner = plan.workload, plan.winner
-    yield (
-        f"\n{plan.model.name}: {size_words(plan.model)}, {workload.batch} sequences of "
-        f"{workload.seq} tokens per step, engine {plan.engine}"
-    )
+    yield (f"\n{plan.model.name}: {size_words(plan.model)}, {workload.batch_words} per step, engine {plan.engine}")
     runs = "" if plan.none_runs else f" that {plan.engine} can run"
     # The count is by the lower bound of their bytes.
     yield (

@@ -73,8 +73,8 @@ def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, rese
     if found.nbytes == UNLIMITED:
         return why_not_on_the_host(space, found.node.host)
     needed, there = format_apart(found.nbytes, usable)
-    wanted = f"{space.model.name} does not fit {space.cluster} with {space.workload.batch} sequences of "
-    wanted += f"{space.workload.seq} tokens: the leanest layout{_with(space)} ({found.layout}) needs "
+    wanted = f"{space.model.name} does not fit {space.cluster} with {space.workload.batch_words}: "
+    wanted += f"the leanest layout{_with(space)} ({found.layout}) needs "
     wanted += f"{needed} per device, but {there} are usable{_less(space.cluster, reserved)}"
     return _with_changes(wanted, space, usable, reserved)
 
@@ -102,7 +102,7 @@ def why_not_on_the_host(space: Space, needed: float | None = None) -> UserError:
 def why_no_layout(space: Space) -> UserError:
     """One line where there is no legal layout at all: which fixed key, batch or number of devices is to blame."""
     wanted = f"no layout{_with(space)} splits {space.model.name} over the {space.cluster.devices} devices of "
-    wanted += f"{space.cluster} with {space.workload.batch} sequences of {space.workload.seq} tokens"
+    wanted += f"{space.cluster} with {space.workload.batch_words}"
     ways = [_other_values(key, free.frames) for key, free in _freed(space) if free.frames]
     replicas = sorted({dp for _, _, cp, dp in space.meshes(space.cluster.devices) if space.workload.seq % cp == 0})
     if replicas and not any(space.workload.batch % dp == 0 for dp in replicas):

@@ -8,7 +8,7 @@ from shardwise.report.palette import classes_of
 from shardwise.report.step_report import HOMES, StepReport
 from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
-from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.report.units import format_bytes, format_share, format_things, format_time
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def prediction_tables(a: StepReport, b: StepReport) -> Iterator[Renderable]:
         workload = report.workload
         yield (
             f"{name}: {report.model.get('name', 'a model')}, {report.layout} on {report.cluster}, "
-            f"{workload.get('batch')} sequences of {workload.get('seq')} tokens"
+            f"{format_things(workload.get('batch', 0), 'sequence')} of {workload.get('seq')} tokens"
         )
     yield ""
     columns = (Column("per rank and step", left=True), Column("A"), Column("B"), Column("B against A"))

@@ -60,7 +60,7 @@ def format_share(fraction: float, signed: bool = False) -> str:
 
 def format_things(n: int, what: str) -> str:
     """1 rank, 2 ranks; 1 micro-batch, 2 micro-batches."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('ch') else 's'}"
+    return f"{n} {what}" if n == 1 else f"{n:,} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def format_spans(numbers: tuple[int, ...]) -> str:

@@ -28,7 +28,7 @@ from shardwise.report.room import DeviceRoom
 from shardwise.report.tables import memory_table
 from shardwise.report.terminal import Renderable
 from shardwise.report.timing_table import binding
-from shardwise.report.units import format_bytes
+from shardwise.report.units import format_bytes, format_things
 
 PROFILES = {"Megatron-LM": ("megatron-core", "megatron-bridge"), "torchtitan": ("torchtitan", "torchtitan")}
 """Engine whose configuration is read -> profiles that stand for it in `predict.time`: of fp32 and of bf16 gradients."""
@@ -127,12 +127,12 @@ class CacheRoom(Json):
         )
         results.append(f"  {format_bytes(self.room)} left for the cache: {self.tokens:,} tokens")
         results += [self.warning] if self.warning else []
-        if self.length:
-            results.append(f"  at most {self.longest_sequences:,} sequences of {self.length:,} tokens at a time")
+        if self.longest_sequences is not None:
+            most = format_things(self.longest_sequences, "sequence")
+            results.append(f"  at most {most} of {self.length:,} tokens at a time")
         if self.sequences:
-            results.append(
-                f"  {self.sequences:,} sequences at a time have {self.tokens // self.sequences:,} tokens each"
-            )
+            several = format_things(self.sequences, "sequence")
+            results.append(f"  with {several} at a time, {self.tokens // self.sequences:,} tokens for each")
         return results
 
 
