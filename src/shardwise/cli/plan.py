@@ -178,10 +178,11 @@ def _check(args: PlanOptions) -> None:
     """Raise `UserError` for options of a deployment that are missing, or that its goal does not use."""
     if args.serve and args.by in ("memory", "fastest"):
         raise UserError(f"--by {args.by} is for training; serving has throughput, cost and pareto")
-    if (args.deadline is not None) != (args.find == "cluster"):
-        raise UserError("--deadline is for --find cluster, which needs it")
-    if args.find == "cluster" and args.tokens is None:
-        raise UserError("--find cluster needs --tokens: how long the run is, such as 15T")
+    if args.find == "cluster" and None in (args.deadline, args.tokens):
+        missing = "--tokens N: how long the run is, such as 15T" if args.deadline else "--deadline DAYS, and --tokens N"
+        raise UserError(f"--find cluster needs {missing}")
+    if args.deadline is not None and args.find != "cluster":
+        raise UserError("--deadline is for --find cluster")
     if args.find and args.find != "cluster":
         leave_out(args, "tokens pue host_watts", f"does nothing with --find {args.find}: leave it out")
     if args.tokens is None:
