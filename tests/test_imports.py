@@ -18,7 +18,7 @@ PACKAGE = Path(shardwise.__file__).parent
 
 FLOORS = {
     "errors": 0,
-    "calls": 0.5,
+    "calls": 0.75,
     "small_files": 0,
     "lazy": 0,
     "arrays": 0,

@@ -1,15 +1,18 @@
 """Functions as Python calls them: messages in Python's words, and in a notebook what runs, and for how long."""
 
+import inspect
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
+from numbers import Number
 from typing import Any, ParamSpec, TypeVar
 
 from shardwise.errors import UserError
+from shardwise.options import check_type
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,14 +71,35 @@ def in_python(text: str) -> str:
     return _FLAG.sub(named, text)
 
 
+def _checked(
+    function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, numpy's numbers as Python's. Raises `UserError` for one of another type than the
+    function declares."""
+    try:
+        given = inspect.signature(function).bind(*args, **named)
+    except TypeError:
+        return args, named  # the call says what is wrong
+    for name, value in given.arguments.items():
+        if isinstance(value, Number) and hasattr(value, "item"):
+            given.arguments[name] = value.item()
+        kind = function.__annotations__.get(name, Any)
+        with suppress(NameError):  # known to type checkers alone
+            kind = eval(kind, function.__globals__) if isinstance(kind, str) else kind  # type: ignore[attr-defined]
+            check_type(name, given.arguments[name], kind)
+    return given.args, given.kwargs
+
+
 def speaks_python(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose `UserError`s name its arguments as Python does; in a notebook it shows that it runs."""
+    """The same function, which says where an argument has the wrong type, and whose `UserError`s name its arguments as
+    Python does; in a notebook it shows that it runs."""
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> T:
         try:
+            plain, others = _checked(function, args, named)
             with running(function.__name__):
-                return function(*args, **named)
+                return function(*plain, **others)
         except UserError as error:
             error.args = (in_python(str(error)), *error.args[1:])
             raise

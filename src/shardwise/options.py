@@ -5,17 +5,21 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number", float: "a number", bool: "True or False", str: "a text", Path: "a path", Mapping: "a dict",
+    type(None): "None",
+}  # fmt: skip
 
 
 def length_in(text: str) -> int | None:
@@ -124,22 +128,29 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is(value, item) for item in get_args(kind))
+    if kind is Any or get_origin(kind) in (Union, UnionType):
+        return kind is Any or any(_is(value, item) for item in get_args(kind))
+    if get_origin(kind) is Literal:
+        return any(value is item or (isinstance(value, str) and value == item) for item in get_args(kind))
     if get_origin(kind) is tuple:
         items = get_args(kind)
         if items[1:] == (...,):
             return isinstance(value, tuple) and all(_is(item, items[0]) for item in value)
         return isinstance(value, tuple) and len(value) == len(items) and all(map(_is, value, items))
+    if get_origin(kind) is Sequence:
+        return isinstance(value, Sequence) and all(_is(item, get_args(kind)[0]) for item in value)
     if kind in (int, float):
         # True and False are no numbers here, though Python has them so.
-        return not isinstance(value, bool) and isinstance(value, (int, kind))
+        return not isinstance(value, bool) and isinstance(value, (int, kind)) and value == value  # no NaN
     return isinstance(value, get_origin(kind) or kind)
 
 
 def _in_words(kind: Any) -> str:
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(_in_words, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
         return f"({', '.join('...' if item is ... else _in_words(item) for item in get_args(kind))})"
+    kind = get_origin(kind) or kind
     return _WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}")

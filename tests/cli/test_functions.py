@@ -2,16 +2,21 @@
 
 import inspect
 import json
+import math
 
+import numpy as np
 import pytest
 
 import shardwise
-from shardwise import Layout, UserError
+from shardwise import Cluster, Layout, UserError
 from shardwise.cli.declare import CommandOptions, command_of, declared
 from shardwise.model.catalog import get
 
 CALLS = {
-    "explain": ((["vllm serve meta-llama/Llama-3.1-70B -tp 8"], {"cluster": "8xH100"}),),
+    "explain": (
+        (["vllm serve meta-llama/Llama-3.1-70B -tp 8"], {"cluster": "8xH100"}),
+        (["vllm serve meta-llama/Llama-3.1-70B -tp 8"], {"cluster": Cluster.parse("8xH100")}),
+    ),
     "emit": (
         (["llama-3-8b", {"dp": 8, "zero": 3}], {"engine": "torchtitan", "seq": "4k", "batch": 16}),
         (["llama-3-8b", Layout(dp=8, zero=3)], {"engine": "torchtitan", "seq": 4096, "batch": 16}),
@@ -65,6 +70,34 @@ def test_errors_name_the_arguments_of_python(call, words):
     with pytest.raises(UserError) as error:
         call()
     assert words in str(error.value) and "--" not in str(error.value)
+
+
+STEP = {"model": "llama-3.2-1b", "seq": 1024, "batch": 8}
+WHOLE = {
+    "plan": {**STEP, "cluster": "4xH100"}, "plan_serving": {"model": "llama-3.2-1b", "cluster": "2xH100"},
+    "estimate": {**STEP, "layout": "dp=4", "cluster": "4xH100"},
+    "emit": {**STEP, "layout": "dp=4", "engine": "megatron"}, "explain": {"config": "vllm serve gpt2 -tp 2"},
+}  # fmt: skip
+ANY = {"refuses", "slow", "options"}
+"""Arguments for objects of this package's own."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_argument_of_another_type_is_one_line(name):
+    function = getattr(shardwise, name)
+    for argument in inspect.signature(function).parameters.keys() - ANY:
+        for value in (object(), b"x", [3], {"a": 1}, math.nan):
+            with pytest.raises(UserError) as error:
+                function(**WHOLE[name] | {argument: value})
+            assert "\n" not in str(error.value), (argument, value)
+
+
+@pytest.mark.parametrize("stages", ["even", (8, 8), [8, 8], "8/8"])
+def test_numbers_of_python_and_numpy_are_taken(stages):
+    fix = {"pp": 2, "stages": stages, "zero": 0}
+    plan = shardwise.plan("llama-3.2-1b", "4xH100", seq=np.int64(1024), batch=np.int32(8), fix=fix)
+    assert plan.winner.layout.pp == 2 and not plan.winner.layout.stages
+    assert shardwise.estimate("llama-3.2-1b", {"pp": 2, "stages": (9, 7)}, "2xH100", **{"seq": 1024, "batch": 8})
 
 
 def test_a_layout_is_short_and_reads_back():

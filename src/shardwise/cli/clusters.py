@@ -54,7 +54,7 @@ def cluster_of(args: Any) -> Cluster:
     usual_cluster(args)
     if args.cluster is None:
         raise UserError(f"the cluster is missing: give --cluster, such as 8xH100, or set {VARIABLE}")
-    cluster = Cluster.parse(args.cluster)
+    cluster = args.cluster if isinstance(args.cluster, Cluster) else Cluster.parse(args.cluster)
     if getattr(args, "network", None) is not None:
         cluster = cluster.with_network(args.network)
     if getattr(args, "host_memory", None) is None:

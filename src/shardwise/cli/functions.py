@@ -7,6 +7,7 @@ text, a layout also a dict. A result prints as the command does, and its fields 
 from __future__ import annotations
 
 import inspect
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -18,6 +19,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.options import check_type
 from shardwise.report.printing import Printable
 from shardwise.report.terminal import Renderable
 
@@ -83,9 +85,10 @@ def _value(item: Any, value: Any) -> Any:
     """A value as the command line would read it. Raises `UserError`."""
     if item.name == "layout" and isinstance(value, (Layout, Mapping)):
         return str(Layout.of(value))
-    if isinstance(value, (Cluster, ModelConfig)):
+    if isinstance(value, {"cluster": Cluster, "model": ModelConfig}.get(item.name, ())):
         return value
     form = typed(item)
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     several = form.get("action") == "append" or form.get("nargs") in ("+", "*")
     if several and not isinstance(value, (list, tuple)):
         value = (value,)
@@ -96,7 +99,9 @@ def _value(item: Any, value: Any) -> Any:
             raise UserError(f"{item.name}={value!r}: {error}") from None
     if "choices" in form and value not in form["choices"]:
         raise UserError(f"{item.name}={value!r}: {did_you_mean(str(value), form['choices'], 'one of')}")
-    return tuple(value) if several else value
+    value = tuple(value) if several else value
+    check_type(item.name, value, item.kind)
+    return value
 
 
 explain = _function("explain", "config")

@@ -570,6 +570,12 @@ def read(text: str, where: str, known: Collection[str] = tuple(KEYS)) -> dict[st
     return values
 
 
+def text_of_keys(given: Mapping[str, Any]) -> str:
+    """The text of keys with values, of which some are texts themselves; several numbers are stages' layers."""
+    values = {k: "/".join(map(str, v)) or "even" if isinstance(v, list | tuple) else v for k, v in given.items()}
+    return ",".join(key if value is True else f"{key}={str(value).lower()}" for key, value in values.items())
+
+
 _SYNONYMS = {
     **dict.fromkeys(("fp16", "float16", "half", "bfloat16", "mixed"), "bf16"),
     **dict.fromkeys(("float32", "single", "tf32"), "fp32"),

@@ -12,7 +12,7 @@ from typing import Any, Self
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DP, EP, ETP, TP
-from shardwise.layout.keys import APART, KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
+from shardwise.layout.keys import APART, KEYS, SERVED, Key, Keys, Servers, changed, defaults, read, text_of_keys
 from shardwise.records import dataclass
 
 
@@ -179,8 +179,7 @@ class Layout(Keys):
         if isinstance(given, Layout):
             return given
         if isinstance(given, Mapping):
-            words = (key if value is True else f"{key}={str(value).lower()}" for key, value in given.items())
-            given = ",".join(words)
+            given = text_of_keys(given)
         if not isinstance(given, str):
             raise UserError(f"layout must be a Layout, a text such as tp=2,dp=4, or a dict; not {given!r}")
         return cls.parse(given)

@@ -216,7 +216,7 @@ def plan(
     model, cluster = as_model(model), as_cluster(cluster)
     workload, usual = as_workload(model, workload, seq, batch, odd_part(cluster.devices))
     shown, top = numbers_of(top, by)
-    fixed = fixed_of(fix) if isinstance(fix, str) else fix or {}
+    fixed = fixed_of(fix or "")
     space, none_runs = space_for(model, cluster, workload, engine, fixed, settings)
     room = room_of(cluster, space.engine.name, bool(model.experts), reserve)
     constants(cluster.device)  # raises for a device without any

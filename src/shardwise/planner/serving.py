@@ -376,6 +376,7 @@ def _formats(model: ModelConfig, weights: Sequence[str]) -> list[str]:
     """The formats of `weights` by the names that the search has for them. Raises `UserError` for others, and for a
     model whose files say theirs."""
     names = {usual: name for name, usual in TYPES.items()}
+    weights = weights.split(",") if isinstance(weights, str) else weights
     for words in weights:
         if weight_format(words).each > 2:
             raise UserError(f"--weights {words}: plans of serving store weights in 16 bits or fewer")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError, did_you_mean
-from shardwise.layout.keys import KEYS, SEARCHED, goes_with, read
+from shardwise.layout.keys import KEYS, SEARCHED, goes_with, read, text_of_keys
 from shardwise.layout.layout import Layout
 from shardwise.options import runs_text
 
@@ -18,8 +18,12 @@ HOMES = tuple(name for name in SEARCHED if "cpu" in KEYS[name].choices)
 """Keys that keep their default where they are not fixed."""
 
 
-def fixed_of(text: str) -> dict[str, Any]:
-    """Key -> value. Raises `UserError` for a key that is not searched, and a value that it cannot have."""
+def fixed_of(given: object) -> dict[str, Any]:
+    """Key -> value, of a text or of keys with values. Raises `UserError` for a key that is not searched, and a value
+    that it cannot have."""
+    text = text_of_keys(given) if isinstance(given, Mapping) else given
+    if not isinstance(text, str):
+        raise UserError(f"fix must be a text such as tp=2,zero=1, or a dict; not {given!r}")
     fixed = read(text, f"--fix {text}", SEARCHED)
     check_fixed(fixed)
     return fixed

@@ -38,7 +38,7 @@ def read_as(
         if layout.ranks > ranks:
             raise UserError(f"tensor x pipeline x data parallel = {layout.ranks} GPUs, but there are {ranks}")
         if layout.ranks < ranks:
-            fields.say("notes", f"{layout.ranks} of the {ranks} GPUs are used")
+            fields.say("notes", f"{layout.ranks} of the {ranks} GPUs {'is' if layout.ranks == 1 else 'are'} used")
     served = ServerSettings(**{key: names[key] for key in SERVED if names.get(key)}) if spec.serves else None
     return fields.reading(title, layout, served=served, **said)
 
