@@ -1,6 +1,5 @@
 """Functions as Python calls them: messages in Python's words, and in a notebook what runs, and for how long."""
 
-import inspect
 import re
 import sys
 import threading
@@ -12,7 +11,6 @@ from numbers import Number
 from typing import Any, ParamSpec, TypeVar
 
 from shardwise.errors import UserError
-from shardwise.options import check_type
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +74,10 @@ def _checked(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, numpy's numbers as Python's. Raises `UserError` for one of another type than the
     function declares."""
+    import inspect  # a command's help does without
+
+    from shardwise.options import check_type
+
     try:
         given = inspect.signature(function).bind(*args, **named)
     except TypeError:
