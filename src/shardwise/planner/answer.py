@@ -34,7 +34,7 @@ from shardwise.records import dataclass
 One = TypeVar("One")
 SHOWN, MOST = 3, 10
 """Answers that are printed, and that are ranked, where no number is given."""
-LIMIT = 10_000
+LIMIT = 1_000_000
 """Most answers that are ranked."""
 
 
@@ -42,7 +42,7 @@ def numbers_of(top: int | None, by: str) -> tuple[int, int]:
     """(answers that are printed, answers that are ranked). top: the number of both; None for usual ones. Raises
     `UserError` for one below 1, or that is too many."""
     if top is not None and not 1 <= top <= LIMIT:
-        raise UserError(f"--top must be a positive integer, at most {LIMIT}, not {top}")
+        raise UserError(f"--top must be a positive integer, at most {LIMIT:,}, not {top}")
     return top or (MOST if by == "pareto" else SHOWN), top or MOST
 
 
