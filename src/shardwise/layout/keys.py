@@ -571,7 +571,7 @@ def read(text: str, where: str, known: Collection[str] = tuple(KEYS)) -> dict[st
 
 
 def text_of_keys(given: Mapping[str, Any]) -> str:
-    """The text of keys with values, of which some are texts themselves; several numbers are stages' layers."""
+    """The text of keys with values, which may be texts already; several numbers are stages' layers."""
     values = {k: "/".join(map(str, v)) or "even" if isinstance(v, list | tuple) else v for k, v in given.items()}
     return ",".join(key if value is True else f"{key}={str(value).lower()}" for key, value in values.items())
 

@@ -112,6 +112,9 @@ def _nearest(name: str) -> str:
     others = [other for other in hub_models() if other != name.strip()]
     within = sorted((other for other in others if len(name) > 2 and name.strip().lower() in other.lower()), key=len)
     listed = nearest(name.strip(), others, 2, cutoff=0.8) if "/" in name else within[:2]
+    if not listed and not nearest(name.strip().lower(), _catalog(), 1, cutoff=0.8):
+        halves = {other.partition("/")[2].lower(): other for other in others}
+        listed = [halves[half] for half in nearest(name.strip().lower(), halves, 2, cutoff=0.8)]
     near = listed + nearest(name.strip().lower().rsplit("/", 1)[-1], _catalog(), 3, cutoff=0.5)
     otherwise = near_path(name).removeprefix("; ") or f"known are {', '.join(_catalog())}"
     return f"did you mean {' or '.join(near)}?" if near else otherwise

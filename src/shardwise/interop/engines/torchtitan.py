@@ -70,8 +70,8 @@ def cut_stages(
 
 
 def _between(layers: int, stages: int, ends: tuple[int, int]) -> list[int]:
-    """Layers by stage, the first ones with more, of which the first and the last stage have so many less (`ends`); none
-    where there are too few."""
+    """Layers by stage: even, the first ones with one more, less `ends` in the first and the last; none where there are
+    too few."""
     least, rest = divmod(layers + sum(ends), stages)
     if least < max(1, *ends):
         return []
